@@ -1,0 +1,74 @@
+"""The console command `voltriton NAME ...`: a table of commands, each in a module of its own.
+
+A command's module has `main(argv: list[str]) -> int`: 0 done, 1 failed (one line on stderr that says
+what is wrong and what to do), 2 wrong usage (argparse). Modules are imported only when they are asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "serve": Command("voltriton.server", "start tritonserver with a model repository and look after it"),
+    "drain": Command("voltriton.drain", "refuse new requests, wait for the open ones (for preStop hooks)"),
+    "status": Command("voltriton_client.commands.status", "say whether server, models and engine are well"),
+    "chat": Command("voltriton_client.commands.chat", "talk to a model"),
+    "generate": Command("voltriton_client.commands.generate", "complete prompts"),
+    "models": Command("voltriton_client.commands.models", "list the models of a server"),
+    "gateway": Command("voltriton_client.gateway", "an OpenAI-compatible HTTP server in front of Triton"),
+    "doctor": Command("voltriton.doctor", "check this machine before anything is served from it"),
+    "plan": Command("voltriton.planner", "say whether a model fits on given GPUs, and what to change"),
+    "fetch": Command("voltriton.checkpoint.fetch", "prepare a demo model, or a folder of yours, for serving"),
+    "gguf2hf": Command("voltriton.checkpoint.gguf", "turn a GGUF file into a Hugging Face folder"),
+    "convert": Command("voltriton.checkpoint.convert", "quantise a model to NVFP4"),
+    "verify": Command("voltriton.checkpoint.verify", "check an NVFP4 checkpoint and measure its quality"),
+    "patch": Command("voltriton.patching", "apply, verify, revert or refresh the patches to vLLM"),
+    "sweep": Command("voltriton_perf.sweep", "measure latency and throughput over a range of loads"),
+    "sla": Command("voltriton_perf.sla", "find the highest load that meets the targets"),
+    "compare": Command("voltriton_perf.compare", "put results side by side"),
+}
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    rows = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(["usage: voltriton COMMAND [options]", "", *rows, "", "voltriton COMMAND --help says more."])
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = sys.argv[1:] if argv is None else argv
+    if not args or args[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if args else 2
+    name, rest = args[0], args[1:]
+    if name == "--version":
+        from voltriton import __version__
+
+        print(__version__)
+        return 0
+    if name not in COMMANDS:
+        print(f"voltriton: no command {name!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        result: int = importlib.import_module(COMMANDS[name].module).main(rest)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader has left (`| head`): say nothing, and keep the interpreter from flushing again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())
