@@ -1,0 +1,85 @@
+"""Where the server is and how to reach it: the settings that the clients share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from voltriton_client.errors import InvalidArgument
+
+MIB = 2**20
+# gRPC's own 4 MiB is too little for a long prompt's logprobs; Triton itself takes 2 GiB.
+MAX_MESSAGE_BYTES = 256 * MIB
+_ADDRESS = re.compile(r"^(?:\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):(\d{1,5})$")
+
+
+@dataclass(frozen=True)
+class Tls:
+    """TLS files in PEM form: a CA other than the system's, and a certificate of the client with its key."""
+
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+
+    def credentials(self) -> Any:
+        """gRPC credentials. InvalidArgument: a file cannot be read, or cert and key do not come together."""
+        if (self.cert is None) != (self.key is None):
+            raise InvalidArgument("TLS: the client's certificate and its key go together; one is missing")
+        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
+
+
+def _read(path: str | None) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"TLS file {path!r}: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server's gRPC address, with everything that opening a channel needs."""
+
+    address: str
+    tls: Tls | None = None
+    api_key: str | None = None
+    metadata: Sequence[tuple[str, str]] = ()
+    connect_timeout_s: float = 5.0
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+
+    def __post_init__(self) -> None:
+        match = _ADDRESS.match(self.address)
+        if not match or not 0 < int(match.group(1)) < 65536:
+            raise InvalidArgument(f"address: got {self.address!r}, allowed: HOST:PORT, as in 127.0.0.1:8001")
+
+    @property
+    def call_metadata(self) -> list[tuple[str, str]]:
+        key = [("authorization", f"Bearer {self.api_key}")] if self.api_key else []
+        return [*key, *self.metadata]
+
+    def options(self) -> list[tuple[str, Any]]:
+        return [
+            ("grpc.max_receive_message_length", self.max_message_bytes),
+            ("grpc.max_send_message_length", self.max_message_bytes),
+            # Come back soon after a restart of the server, and do not share another client's back-off.
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 2000),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+
+    def open(self) -> Any:
+        if self.tls is None:
+            return grpc.insecure_channel(self.address, self.options())
+        return grpc.secure_channel(self.address, self.tls.credentials(), self.options())
+
+    def open_aio(self) -> Any:
+        if self.tls is None:
+            return grpc.aio.insecure_channel(self.address, self.options())
+        return grpc.aio.secure_channel(self.address, self.tls.credentials(), self.options())

@@ -1,0 +1,328 @@
+"""The blocking client: `Client("127.0.0.1:8001").generate("Once")`."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from voltriton_client import core
+from voltriton_client.channel import MAX_MESSAGE_BYTES, Target, Tls
+from voltriton_client.errors import Cancelled, VoltritonError
+from voltriton_client.request import Request, request_for
+from voltriton_client.response import ResponseReader
+from voltriton_client.types import Chunk, Collector, ModelInfo, Result
+
+
+class Stream(Iterator[Chunk]):
+    """The chunks of one answer. Closing it (or leaving its `with`) before the end cancels the request."""
+
+    def __init__(self, chunks: Iterator[Chunk], cancel: _CallHolder) -> None:
+        self._chunks = chunks
+        self._call = cancel
+
+    def __next__(self) -> Chunk:
+        return next(self._chunks)
+
+    def close(self) -> None:
+        """Cancel the request. Another thread that is iterating gets Cancelled."""
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _CallHolder:
+    """The call that a stream has going at the moment: it may be replaced while connecting."""
+
+    def __init__(self) -> None:
+        self.call: Any = None
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if self.call is not None:
+            self.call.cancel()
+
+
+class Client:
+    """A Triton server with voltriton's (or NVIDIA's vLLM backend's) models, over gRPC.
+
+    Safe for several threads. Every call may raise what `voltriton_client.errors` lists.
+    """
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:8001",
+        *,
+        tls: Tls | None = None,
+        api_key: str | None = None,
+        metadata: Sequence[tuple[str, str]] = (),
+        connect_timeout_s: float = 5.0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        self.target = Target(address, tls, api_key, metadata, connect_timeout_s, max_message_bytes)
+        self._channel = self.target.open()
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._inputs: dict[str, frozenset[str]] = {}
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def live(self) -> bool:
+        return bool(self._ask("ServerLive", core.LIVE).live)
+
+    def ready(self) -> bool:
+        return bool(self._ask("ServerReady", core.READY).ready)
+
+    def model_ready(self, model: str) -> bool:
+        return bool(self._ask("ModelReady", pb.ModelReadyRequest(name=model)).ready)
+
+    def models(self) -> list[ModelInfo]:
+        """What the server's repository has, ready or not."""
+        return core.models_of(self._ask("RepositoryIndex", core.INDEX))
+
+    def wait_ready(self, model: str, timeout_s: float) -> None:
+        """Return once the model is ready; raise what was wrong when the time is over."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self._takes(model)
+                return
+            except VoltritonError as error:
+                if error.code not in ("UNAVAILABLE", "NOT_FOUND") or time.monotonic() >= deadline:
+                    raise
+            time.sleep(core.RETRY_PAUSE_S)
+
+    def stream(self, prompt: str | Request | None = None, **options: Any) -> Stream:
+        """Stream an answer (arguments: `request_for`). The request goes out at the first `next`."""
+        holder = _CallHolder()
+        return Stream(self._chunks(request_for(prompt, **options), holder), holder)
+
+    def generate(self, prompt: str | Request | None = None, **options: Any) -> Result:
+        """The whole answer at once. The arguments are those of `request_for`."""
+        request = request_for(prompt, stream=False, **options)
+        collector = Collector(request.request_id)
+        for chunk in self._chunks(request, _CallHolder()):
+            collector.add(chunk)
+        return collector.result()
+
+    def chat(self, messages: Any, **options: Any) -> Result:
+        """The whole answer to a list of chat messages."""
+        return self.generate(messages=messages, **options)
+
+    def embed(self, text: str | Sequence[int], *, model: str | None = None, **options: Any) -> list[float]:
+        """The embedding of a text or of token ids."""
+        result = self.generate(core.embedding_request(text, model, options))
+        return core.vector_of(result)
+
+    def open_stream(self) -> SharedStream:
+        """One gRPC stream for many requests."""
+        return SharedStream(self)
+
+    def generate_many(
+        self, requests: Iterable[Request], concurrency: int = 8
+    ) -> Iterator[tuple[int, Result | VoltritonError]]:
+        """Answers as they come, each with the number of its request; all on one gRPC stream."""
+        with self.open_stream() as shared:
+            yield from shared.generate_many(requests, concurrency)
+
+    # The call itself.
+
+    def _ask(self, method: str, message: Any) -> Any:
+        """A unary call; tried again while nothing could be sent."""
+        retry = core.Retry(self.target)
+        while True:
+            try:
+                return getattr(self._stub, method)(
+                    message, metadata=self.target.call_metadata, timeout=self.target.connect_timeout_s
+                )
+            except grpc.RpcError as error:
+                if not retry.allows(error):
+                    raise core.unary_failure(error, self.target) from error
+            time.sleep(core.RETRY_PAUSE_S)
+
+    def _takes(self, model: str) -> frozenset[str]:
+        if model not in self._inputs:
+            metadata = self._ask("ModelMetadata", pb.ModelMetadataRequest(name=model))
+            self._inputs[model] = core.inputs_of(metadata)
+        return self._inputs[model]
+
+    def _chunks(self, request: Request, holder: _CallHolder) -> Iterator[Chunk]:
+        takes = self._takes(request.model)
+        message = core.message_for(request, takes)
+        reader = ResponseReader(request.request_id)
+        try:
+            for response in self._responses(request, message, takes, holder, reader):
+                yield from reader.feed(response)
+            reader.end()
+        except VoltritonError:
+            # The model may have been loaded anew with other inputs.
+            self._inputs.pop(request.model, None)
+            raise
+        finally:
+            holder.cancel()
+
+    def _responses(
+        self,
+        request: Request,
+        message: Any,
+        takes: frozenset[str],
+        holder: _CallHolder,
+        reader: ResponseReader,
+    ) -> Iterator[Any]:
+        retry = core.Retry(self.target)
+        while not holder.cancelled:
+            holder.call = self._stub.ModelStreamInfer(
+                iter([message]),
+                metadata=self.target.call_metadata,
+                timeout=core.rpc_timeout_s(request, takes),
+            )
+            try:
+                yield from holder.call
+                return
+            except grpc.RpcError as error:
+                if holder.cancelled or not retry.allows(error):
+                    raise core.stream_failure(error, self.target, request, reader) from error
+            time.sleep(core.RETRY_PAUSE_S)
+        raise Cancelled("cancelled before it was sent", request.request_id)
+
+
+class SharedStream:
+    """Many requests on one gRPC stream, told apart by their ids.
+
+    An error belongs to its request and leaves the others alone. Triton can only cancel a stream as a whole:
+    closing one answer stops listening to it, closing the stream cancels everything on it. Where single
+    answers are to be cancelled, use `Client.stream`, which has a stream for each.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._router = core.Router()
+        self._over: VoltritonError | None = None
+        self._lock = threading.Lock()
+        self._call = client._stub.ModelStreamInfer(
+            iter(self._requests.get, None), metadata=client.target.call_metadata
+        )
+        self._reader = threading.Thread(target=self._read, name="voltriton-stream", daemon=True)
+        self._reader.start()
+
+    def stream(self, prompt: str | Request | None = None, **options: Any) -> Iterator[Chunk]:
+        """Send a request now; the chunks of its answer."""
+        request = request_for(prompt, **options)
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        reader = self._send(request, answers.put)
+        return self._chunks(request, reader, answers)
+
+    def generate(self, prompt: str | Request | None = None, **options: Any) -> Result:
+        request = request_for(prompt, stream=False, **options)
+        collector = Collector(request.request_id)
+        for chunk in self.stream(request, stream=False):
+            collector.add(chunk)
+        return collector.result()
+
+    def generate_many(
+        self, requests: Iterable[Request], concurrency: int = 8
+    ) -> Iterator[tuple[int, Result | VoltritonError]]:
+        """At most `concurrency` requests at a time; yields (number, answer or its error) as they end."""
+        waiting = enumerate(requests)
+        ended: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        open_: dict[int, tuple[Request, ResponseReader, Collector]] = {}
+        while True:
+            while len(open_) < concurrency and (item := next(waiting, None)):
+                number, request = item[0], request_for(item[1], stream=False)
+                try:
+                    reader = self._send(request, lambda message, number=number: ended.put((number, message)))
+                except VoltritonError as error:
+                    yield number, error
+                    continue
+                open_[number] = (request, reader, Collector(request.request_id))
+            if not open_:
+                return
+            number, message = ended.get()
+            if number in open_ and (outcome := self._step(message, *open_[number])):
+                self._router.drop(open_.pop(number)[0].request_id)
+                yield number, outcome
+
+    def close(self) -> None:
+        """Cancel what is still open, and the stream."""
+        self._requests.put(None)
+        if len(self._router):
+            self._call.cancel()
+        self._reader.join(timeout=self._client.target.connect_timeout_s)
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _send(self, request: Request, put: Any) -> ResponseReader:
+        message = core.message_for(request, self._client._takes(request.model))
+        with self._lock:
+            if self._over:
+                raise self._over
+            self._router.add(request.request_id, put)
+        self._requests.put(message)
+        return ResponseReader(request.request_id)
+
+    def _read(self) -> None:
+        error: Any = None
+        try:
+            for message in self._call:
+                self._router.route(message)
+        except grpc.RpcError as failure:
+            error = failure
+        with self._lock:
+            self._over = core.over(error, self._client.target)
+            self._router.fail(error)
+
+    def _feed(self, message: Any, request: Request, reader: ResponseReader) -> list[Chunk]:
+        if message is None:
+            reader.end("the server closed the stream")
+            return []
+        if isinstance(message, grpc.RpcError):
+            raise core.stream_failure(message, self._client.target, request, reader)
+        return reader.feed(message)
+
+    def _step(
+        self, message: Any, request: Request, reader: ResponseReader, collector: Collector
+    ) -> Result | VoltritonError | None:
+        try:
+            for chunk in self._feed(message, request, reader):
+                collector.add(chunk)
+        except VoltritonError as error:
+            return error
+        return collector.result() if reader.final else None
+
+    def _chunks(
+        self, request: Request, reader: ResponseReader, answers: queue.SimpleQueue[Any]
+    ) -> Iterator[Chunk]:
+        try:
+            while not reader.final:
+                yield from self._feed(answers.get(), request, reader)
+        finally:
+            self._router.drop(request.request_id)

@@ -1,0 +1,168 @@
+"""What the blocking and the asyncio client have in common; neither network nor threads here."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tritonclient.grpc import service_pb2 as pb
+
+from voltriton_client.channel import Target
+from voltriton_client.errors import (
+    AnswerCut,
+    DeadlineExceeded,
+    Internal,
+    Unavailable,
+    VoltritonError,
+    from_rpc,
+    nothing_was_sent,
+)
+from voltriton_client.request import DEFAULT_MODEL, Request, to_grpc
+from voltriton_client.response import ResponseReader
+from voltriton_client.types import ModelInfo, Result
+
+# The server's own answer to a passed deadline says more than gRPC's, so it is given this much longer.
+DEADLINE_GRACE_S = 2.0
+RETRY_PAUSE_S = 0.2
+_LOST = (
+    "Socket closed",
+    "Connection reset",
+    "GOAWAY",
+    "RST_STREAM",
+    "Broken pipe",
+    "recvmsg",
+    "ping timeout",
+    "EOF",
+)
+
+
+def rpc_timeout_s(request: Request, takes: frozenset[str]) -> float | None:
+    """The limit for the call itself."""
+    if request.timeout_s is None:
+        return None
+    return request.timeout_s + (DEADLINE_GRACE_S if "timeout_ms" in takes else 0.0)
+
+
+def message_for(request: Request, takes: frozenset[str]) -> Any:
+    return to_grpc(request, takes)
+
+
+def inputs_of(metadata: Any) -> frozenset[str]:
+    """Names of a model's inputs, of a ModelMetadataResponse."""
+    return frozenset(tensor.name for tensor in metadata.inputs)
+
+
+def models_of(index: Any) -> list[ModelInfo]:
+    """The lines of a RepositoryIndexResponse."""
+    return [ModelInfo(model.name, model.version, model.state, model.reason) for model in index.models]
+
+
+def stream_failure(error: Any, target: Target, request: Request, reader: ResponseReader) -> VoltritonError:
+    """The exception for a stream that broke, given the grpc.RpcError."""
+    code, details = code_of(error), error.details() or ""
+    if code == "DEADLINE_EXCEEDED":
+        return DeadlineExceeded(
+            f"no end of the answer within {request.timeout_s} s (timeout_s)", request.request_id
+        )
+    lost = code in ("UNAVAILABLE", "INTERNAL", "UNKNOWN") and any(word in details for word in _LOST)
+    if lost and not nothing_was_sent(code, details):
+        try:
+            reader.end(f"the connection to {target.address} was lost")
+        except AnswerCut as cut:
+            return cut
+    return from_rpc(code, details, target.address, request.request_id)
+
+
+def code_of(error: Any) -> str:
+    """The name of a grpc.RpcError's status code."""
+    return str(error.code().name)
+
+
+class Retry:
+    """Says whether to try again: only while the time to connect lasts, and only what was never sent."""
+
+    def __init__(self, target: Target, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until = clock() + target.connect_timeout_s
+
+    def allows(self, error: Any) -> bool:
+        return nothing_was_sent(code_of(error), error.details() or "") and self._clock() < self._until
+
+
+class Router:
+    """Sorts what comes on a stream of many requests to the one that it belongs to, by id."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Callable[[Any], None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, request_id: str, put: Callable[[Any], None]) -> None:
+        if request_id in self._open:
+            raise ValueError(f"request id {request_id!r} is in use on this stream")
+        self._open[request_id] = put
+
+    def drop(self, request_id: str) -> None:
+        self._open.pop(request_id, None)
+
+    def route(self, message: Any) -> None:
+        """An error without an id can be anybody's: all are told, for waiting in vain is worse."""
+        request_id = message.infer_response.id
+        if request_id:
+            if put := self._open.get(request_id):
+                put(message)
+            return
+        for put in list(self._open.values()):
+            put(message)
+
+    def fail(self, error: Any) -> None:
+        """The stream is over: `error` is a grpc.RpcError, or None for an orderly end."""
+        for put in list(self._open.values()):
+            put(error)
+        self._open.clear()
+
+
+LIVE = pb.ServerLiveRequest()
+READY = pb.ServerReadyRequest()
+INDEX = pb.RepositoryIndexRequest()
+
+
+def unary_failure(error: Any, target: Target) -> VoltritonError:
+    """The exception for a unary call that failed."""
+    code, details = code_of(error), error.details() or ""
+    if code == "DEADLINE_EXCEEDED":
+        return Unavailable(
+            f"{target.address} takes the connection and gives no answer within {target.connect_timeout_s} s: "
+            "no gRPC server, or one that hangs"
+        )
+    return from_rpc(code, details, target.address)
+
+
+def over(error: Any, target: Target) -> VoltritonError:
+    """What to say to a request on a stream that has ended."""
+    if error is None:
+        return Unavailable("this stream is closed: open a new one")
+    return from_rpc(code_of(error), error.details() or "", target.address)
+
+
+def embedding_request(text: str | Sequence[int], model: str | None, pooling: Mapping[str, Any]) -> Request:
+    """A request for an embedding; `pooling` are pooling parameters, as `dimensions`."""
+    body: dict[str, Any] = {"input": text if isinstance(text, str) else list(text)}
+    if pooling:
+        body["pooling_params"] = dict(pooling)
+    want = frozenset({"num_input_tokens"})
+    return Request(model=model or DEFAULT_MODEL, embedding=body, want=want, stream=False)
+
+
+def vector_of(result: Result) -> list[float]:
+    """The numbers that an embedding's text output holds."""
+    try:
+        vector = json.loads(result.text)
+    except json.JSONDecodeError as error:
+        raise Internal(f"the embedding is no JSON: {error}") from error
+    if not isinstance(vector, list):
+        raise Internal("the embedding is no list of numbers")
+    return vector
