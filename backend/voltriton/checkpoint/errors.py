@@ -1,0 +1,24 @@
+"""The one error of this room: a sentence that says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+
+class CheckpointError(Exception):
+    """Bad input, a full disk, or no network: what a user can see and mend. Always one line."""
+
+
+def run_command(name: str, action: Callable[[], None]) -> int:
+    """Run a command's body; what a user or a file can cause becomes one line on stderr and status 1."""
+    try:
+        action()
+    except CheckpointError as error:
+        print(f"voltriton {name}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"voltriton {name}: {where}{error.strerror or error}", file=sys.stderr)
+        return 1
+    return 0
