@@ -1,0 +1,29 @@
+"""vLLM general plugin: NVFP4 checkpoints on devices that vLLM has no NVFP4 kernel for.
+
+vLLM calls `register` once in every process (server, engine core, each rank). What has a registration point in
+vLLM is registered here; the rest is reached by the hooks of the patch series beside this package.
+
+    pin       is the installed vLLM the one that our patches were made for, and does it carry them?
+    gates     what the device can do (with a test switch for its compute capability)
+    codec     NVFP4 numbers -> floating point
+    scales    checks of a checkpoint's scales; layers whose parts have unequal global scales
+    linear    NVFP4 linear kernel (`linear_backend`: "voltriton")
+    moe       NVFP4 experts (`moe_backend`: "voltriton")
+    cpu       C++ kernel for CPUs
+    sm70      CUDA kernels for Volta
+    lifetime  engine processes end with their parent
+"""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`. Raises `pin.PinError` if vLLM is not the patched, pinned one."""
+    from voltriton_vllm import pin
+
+    if pin.is_other_distribution():
+        return
+    pin.check()
+    from voltriton_vllm import linear
+
+    linear.register()

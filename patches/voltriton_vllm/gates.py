@@ -1,0 +1,60 @@
+"""What the device can do, asked in one place.
+
+`VOLTRITON_FORCE_CAPABILITY=7.0` is a switch for tests: vLLM and this plugin then see that compute capability
+on a newer GPU, so that the code path of a V100 is the one that runs. It never makes an old GPU look newer.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+logger = init_logger("vllm.voltriton")
+
+# The first capability with NVFP4 kernels in vLLM itself (Marlin, weight-only): marlin_utils_fp4.py.
+FIRST_WITH_KERNELS = 75
+
+
+def mode() -> str:
+    """`VOLTRITON_NVFP4`: `auto`, or `oracle`, which multiplies with dequantised weights (slow, for tests)."""
+    value = os.environ.get("VOLTRITON_NVFP4", "auto")
+    if value not in ("auto", "oracle"):
+        raise ValueError(f"VOLTRITON_NVFP4: got {value!r}, allowed: auto, oracle")
+    return value
+
+
+def capability() -> int | None:
+    """Compute capability as 70, 90, ...; None where the platform is not CUDA."""
+    if not current_platform.is_cuda():
+        return None
+    found = current_platform.get_device_capability()
+    return None if found is None else int(found.to_int())
+
+
+def needs_our_kernels() -> bool:
+    """True on a CPU and on GPUs older than vLLM's own NVFP4 kernels."""
+    found = capability()
+    return current_platform.is_cpu() or (found is not None and found < FIRST_WITH_KERNELS)
+
+
+@functools.cache
+def fp8_kv_cache_usable() -> bool:
+    """vLLM's CPU attention needs AVX-512 for an FP8 KV cache; Triton has no fp8 type below 8.9."""
+    if current_platform.is_cpu():
+        return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    found = capability()
+    return found is None or found >= 89
+
+
+def kv_cache_dtype_or_auto(wanted: str) -> str:
+    """The KV cache type that a checkpoint asks for, or `auto` (that of the activations) if it cannot be."""
+    if "fp8" not in wanted or fp8_kv_cache_usable():
+        return wanted
+    logger.info_once(
+        "The checkpoint asks for a KV cache in %s, which this device lacks: 16 bits are used.", wanted
+    )
+    return "auto"
