@@ -1,0 +1,67 @@
+// Shared by the sm_70 kernels. No CUDA headers: NVRTC gets this text alone.
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEV __device__ __forceinline__
+
+// ---- half precision by PTX -------------------------------------------------------------------
+DEV u32 hfma2(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.f16x2 %0,%1,%2,%3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
+DEV u32 hmul2(u32 a, u32 b) { u32 d; asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(d) : "r"(a), "r"(b)); return d; }
+DEV float2 h2f(u32 a) { float2 f; asm("{.reg .b16 l,h; mov.b32 {l,h},%2; cvt.f32.f16 %0,l; cvt.f32.f16 %1,h;}" : "=f"(f.x), "=f"(f.y) : "r"(a)); return f; }
+DEV float hf(u16 a) { float f; asm("cvt.f32.f16 %0,%1;" : "=f"(f) : "h"(a)); return f; }
+DEV u16 fh(float x) { u16 r; asm("cvt.rn.f16.f32 %0,%1;" : "=h"(r) : "f"(x)); return r; }
+DEV u32 fh2(float lo, float hi) { return (u32)fh(lo) | ((u32)fh(hi) << 16); }
+
+// ---- loads -----------------------------------------------------------------------------------
+// Weights are read once a step: not kept in L1.
+DEV uint4 ld_stream(const uint4* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
+// ---- NVFP4 -----------------------------------------------------------------------------------
+// A packed word holds 8 consecutive weights: element 2j in the low half, 2j+1 in the high half, sign and
+// 3 magnitude bits of pair j at bits  j=0: 15, 11..9   j=1: 12, 8..6   j=2: 14, 5..3   j=3: 13, 2..0
+// (layout.py makes it). A pair becomes half2 of value * 2^-14: the e2m1 bits are the low exponent bits and the
+// top mantissa bit of a half, so 0.5 is a half subnormal and every value is exact.
+DEV void decode8(u32 q, u32* w) {
+    w[0] = q & 0x8E008E00u;
+    w[1] = (q << 3) & 0x8E008E00u;
+    w[2] = ((q << 6) & 0x0E000E00u) | ((q << 1) & 0x80008000u);
+    w[3] = ((q << 9) & 0x0E000E00u) | ((q << 2) & 0x80008000u);
+}
+#define W_EXP 14
+// Two e4m3 scales (bytes, never negative: layout.py folds signs into the weights) -> half2 of scale * 2^-8, exact.
+DEV u32 scales2(u32 s) { return __byte_perm(s, 0, 0x4140) << 7; }
+#define S_EXP 8
+DEV float exp2i(int e) { return __int_as_float((127 + e) << 23); }
+
+DEV float warp_sum(float v, int width) {
+    for (int o = width >> 1; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
+    return v;
+}
+DEV u32 habsmax(u32 m, u32 v) {
+    u32 lo = v & 0x7FFFu, hi = (v >> 16) & 0x7FFFu;
+    return max(m, max(lo, hi));
+}
+DEV u32 warp_max(u32 v) {
+    for (int o = 16; o; o >>= 1) v = max(v, __shfl_xor_sync(~0u, v, o));
+    return v;
+}
+// Activations are multiplied by 2^e so that the largest lies in [2^13, 2^14): with weights at 2^-14 no sum of 16
+// products can overflow a half, and no term that matters is lost below the half range.
+DEV int x_exponent(u32 absmax_bits) { return 28 - (int)max(absmax_bits >> 10, 1u); }
+DEV uint4 scale_x(uint4 v, int e) {
+    int a = e >> 1, b = e - a;
+    u32 fa = (u32)(15 + a) << 10, fb = (u32)(15 + b) << 10;
+    fa |= fa << 16;
+    fb |= fb << 16;
+    v.x = hmul2(hmul2(v.x, fa), fb);
+    v.y = hmul2(hmul2(v.y, fa), fb);
+    v.z = hmul2(hmul2(v.z, fa), fb);
+    v.w = hmul2(hmul2(v.w, fa), fb);
+    return v;
+}
