@@ -1,0 +1,43 @@
+"""Engine arguments and the environment that vLLM starts in."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from voltriton.errors import InvalidArgument, nearest
+from voltriton.settings import check_type
+
+
+def prepare_environment(engine_args: dict[str, Any]) -> None:
+    """Before vLLM is imported. What the caller has set stays."""
+    # The ranks must not inherit a CUDA context, or threads, by fork.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    # Nothing is sent anywhere.
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    if engine_args.get("tensor_parallel_size", 1) > 1:
+        # Read by the CPU platform only: ranks on one NUMA node refuse to be bound.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def engine_arguments(given: dict[str, Any]) -> Any:
+    """AsyncEngineArgs; unknown names and wrong types are refused by name (a text is no boolean)."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
+    for name, value in given.items():
+        if name not in known:
+            raise InvalidArgument(
+                f"model.json: {name} is no engine argument of vLLM 0.32{nearest(name, known)}"
+            )
+        default = known[name].default
+        if name == "enable_lora" and isinstance(value, str):
+            continue  # the official backend takes "true" here
+        if isinstance(default, bool | int | float | str) and value is not None:
+            check_type(value, type(default), f"model.json: {name}")
+    values = dict(given)
+    if isinstance(values.get("enable_lora"), str):
+        values["enable_lora"] = values["enable_lora"].lower() == "true"
+    return AsyncEngineArgs(**values)
