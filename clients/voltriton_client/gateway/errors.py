@@ -57,11 +57,14 @@ def from_client(error: family.VoltritonError) -> ApiError:
     """What a failure of the servers behind means to the caller."""
     status, type_, code = next((row[1:] for row in _STATUS if isinstance(error, row[0])), _STATUS[-1][1:])
     retry = 1.0 if status == 503 else None
-    return ApiError(status, str(error), type_=type_, code=code, param=_param(str(error)), retry_after_s=retry)
+    return ApiError(status, str(error), type_=type_, code=code, param=_param(error), retry_after_s=retry)
 
 
-def _param(message: str) -> str | None:
-    """The field that the contract's errors begin with (`sampling_parameters.top_p: got ...`)."""
+def _param(error: family.VoltritonError) -> str | None:
+    """The field that the contract's errors of this kind begin with (`sampling_parameters.top_p: got ...`)."""
+    message = str(error)
+    if type(error) is not family.InvalidArgument:
+        return None
     head = message.split(":", 1)[0]
     if ": " not in message or " " in head or not head:
         return None
