@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,8 +31,11 @@ class Target(NamedTuple):
 class Upstream:
     """One tritonserver."""
 
-    def __init__(self, address: str, settings: Settings, telemetry: Telemetry) -> None:
+    def __init__(
+        self, address: str, settings: Settings, telemetry: Telemetry, look_now: asyncio.Event
+    ) -> None:
         self.address = address
+        self.look_now = look_now
         self.healthy = False
         self.problem = "not asked yet"
         self.open_requests = 0
@@ -96,9 +99,13 @@ class Upstream:
             async with aclosing(self._client.stream(request, stream=request.stream)) as chunks:
                 async for chunk in chunks:
                     yield chunk
-        except (ConnectionFailed, AnswerCut) as error:
-            # The next look says when it is back.
+        except ConnectionFailed as error:
             self.mark_down(str(error))
+            self.look_now.set()
+            raise
+        except (AnswerCut, ModelNotReady):
+            # The server may be well all the same: a look tells.
+            self.look_now.set()
             raise
         finally:
             self.open_requests -= 1
@@ -113,12 +120,14 @@ class Pool:
         self._telemetry = telemetry
         self._aliases = settings.alias_of()
         self._task: asyncio.Task[None] | None = None
+        self._look_now = asyncio.Event()
         self.upstreams: list[Upstream] = []
 
     async def start(self) -> None:
         """Must run in the event loop that the gateway serves from."""
         self.upstreams = [
-            Upstream(server, self._settings, self._telemetry) for server in self._settings.servers
+            Upstream(server, self._settings, self._telemetry, self._look_now)
+            for server in self._settings.servers
         ]
         await self._check_all()
         self._task = asyncio.create_task(self._watch())
@@ -134,7 +143,9 @@ class Pool:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(self._settings.health_interval_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._look_now.wait(), self._settings.health_interval_s)
+            self._look_now.clear()
             await self._check_all()
 
     def names(self) -> list[str]:
