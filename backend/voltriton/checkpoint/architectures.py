@@ -16,11 +16,13 @@ from voltriton.checkpoint.tensors import Spec
 
 @dataclass(frozen=True)
 class Architecture:
-    """`keep`: (pattern over module names, reason); `fused`: leaf names that vLLM loads as one layer."""
+    """`keep`: (pattern over module names, reason); `fused`: leaf names that vLLM loads as one layer;
+    `split_experts`: the source stacks all experts in `experts.gate_up_proj` and `experts.down_proj`."""
 
     name: str
     keep: tuple[tuple[str, str], ...]
     fused: tuple[tuple[str, ...], ...]
+    split_experts: bool
 
     def reason_to_keep(self, module: str) -> str | None:
         return next((reason for pattern, reason in self.keep if fnmatchcase(module, pattern)), None)
@@ -51,7 +53,7 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
     rows = (_table()["every"], _table()[name])
     keep = tuple((k["pattern"], k["reason"]) for row in rows for k in row.get("keep", ()))
     fused = tuple(tuple(group) for row in rows for group in row.get("fused", ()))
-    return Architecture(name, keep, fused)
+    return Architecture(name, keep, fused, bool(_table()[name].get("split_experts")))
 
 
 @dataclass(frozen=True)

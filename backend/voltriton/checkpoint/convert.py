@@ -21,7 +21,7 @@ from voltriton.checkpoint.folder import ModelFolder, check_output
 from voltriton.checkpoint.layout import legacy_config, quantisation_config, tensor_names, tensor_specs
 from voltriton.checkpoint.progress import Meter, meter, step
 from voltriton.checkpoint.scales import max_scales, searched_scales
-from voltriton.checkpoint.source import SIXTEEN_BIT, Nvfp4, Source, Weight
+from voltriton.checkpoint.source import SIXTEEN_BIT, Nvfp4, Source, Weight, split_experts
 from voltriton.checkpoint.tensors import Spec
 
 CHUNK_VALUES = 1 << 20  # weights in work at a time, a thread: 4 MB of float32, whatever the tensor's size
@@ -88,9 +88,11 @@ class _Quantise:
     input_scale = False
 
     def __init__(self, source: Source, options: Options):
-        self._source, self._options = source, options
-        specs = {name: weight.spec for name, weight in source.weights.items()}
-        self._choice: Choice = choose(specs, architecture_of(source.config), options.include, options.exclude)
+        self._options = options
+        arch = architecture_of(source.config)
+        self._weights = split_experts(source.weights) if arch.split_experts else source.weights
+        specs = {name: weight.spec for name, weight in self._weights.items()}
+        self._choice: Choice = choose(specs, arch, options.include, options.exclude)
         self._group = {m: members for members in self._choice.groups.values() for m in members}
         for module in self._group:
             dtype = specs[f"{module}.weight"].dtype
@@ -104,7 +106,7 @@ class _Quantise:
 
     def specs(self) -> list[Spec]:
         specs: list[Spec] = []
-        for name, weight in self._source.weights.items():
+        for name, weight in self._weights.items():
             module = name.removesuffix(".weight")
             if module in self._group:
                 specs += tensor_specs(module, weight.spec.shape, self._options.layout, self.input_scale)
@@ -114,13 +116,13 @@ class _Quantise:
 
     def tasks(self, folder: ModelFolder) -> list[Task]:
         tasks = [self._quantise_task(members, folder) for members in self._choice.groups.values()]
-        for name, weight in self._source.weights.items():
+        for name, weight in self._weights.items():
             if name.removesuffix(".weight") not in self._group:
                 tasks.append(copy_task(name, weight, folder))
         return sorted(tasks, key=lambda t: -t.nbytes)  # the largest first, so that no thread is left with it
 
     def _quantise_task(self, members: list[str], folder: ModelFolder) -> Task:
-        weights = {m: self._source.weights[f"{m}.weight"] for m in members}
+        weights = {m: self._weights[f"{m}.weight"] for m in members}
         names = [n for m in members for n in tensor_names(m, self._options.layout)[:3]]
         nbytes = sum(w.spec.nbytes for w in weights.values())
         return Task(tuple(names), nbytes, lambda shown: quantise_group(weights, folder, self._options, shown))

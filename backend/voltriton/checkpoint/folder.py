@@ -83,10 +83,15 @@ class ModelFolder:
         check_output(self._out)
         self._temp.mkdir(parents=True, exist_ok=True)
         self._take_lock()
-        self._read_journal()
-        done_bytes = sum(s.nbytes for s in self._specs if s.name in self.done)
-        check_free_disk(self._temp, sum(s.nbytes for s in self._specs) - done_bytes, f"writing {self._out}")
-        self._open_files()
+        try:
+            self._read_journal()
+            done_bytes = sum(s.nbytes for s in self._specs if s.name in self.done)
+            need = sum(s.nbytes for s in self._specs) - done_bytes
+            check_free_disk(self._temp, need, f"writing {self._out}")
+            self._open_files()
+        except BaseException as error:
+            self._leave(type(error))
+            raise
         return self
 
     def _take_lock(self) -> None:
@@ -162,11 +167,14 @@ class ModelFolder:
             if kind is None:
                 self._publish()
         finally:
-            for file in self._files:
-                file.close()
-            if kind is not None and issubclass(kind, (CheckpointError, OSError)):
-                shutil.rmtree(self._temp, ignore_errors=True)  # bad input or a full disk: leave nothing
-            os.close(self._lock_fd)
+            self._leave(kind)
+
+    def _leave(self, kind: type[BaseException] | None) -> None:
+        for file in self._files:
+            file.close()
+        if kind is not None and issubclass(kind, (CheckpointError, OSError)):
+            shutil.rmtree(self._temp, ignore_errors=True)  # bad input or a full disk: leave nothing
+        os.close(self._lock_fd)
 
     def _publish(self) -> None:
         missing = [s.name for s in self._specs if s.name not in self.done]

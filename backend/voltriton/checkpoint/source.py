@@ -217,3 +217,24 @@ def read_folder(path: Path) -> dict[str, Stored]:
         if tensor not in files[name]:
             raise CheckpointError(f"{path / name}: tensor {tensor} is missing (named by {index.name})")
     return {tensor: files[name][tensor] for tensor, name in weight_map.items()}
+
+
+def split_experts(weights: dict[str, Weight]) -> dict[str, Weight]:
+    """Stacked experts [E, 2I, H] and [E, H, I] as one matrix an expert and projection, which is how NVFP4
+    checkpoints hold them; gate is the first half of `gate_up_proj` (transformers, modeling_qwen3_5_moe.py)."""
+    split: dict[str, Weight] = {}
+    for name, weight in weights.items():
+        stem, _, leaf = name.rpartition(".")
+        stacked = leaf in ("gate_up_proj", "down_proj") and stem.endswith("experts")
+        if not (stacked and isinstance(weight, Plain) and len(weight.spec.shape) == 3):
+            split[name] = weight
+            continue
+        leaves = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
+        count, rows, columns = weight.spec.shape
+        shape = (rows // len(leaves), columns)
+        for i in range(count * len(leaves)):
+            spec = Spec(
+                f"{stem}.{i // len(leaves)}.{leaves[i % len(leaves)]}.weight", weight.spec.dtype, shape
+            )
+            split[spec.name] = Plain(Stored(spec, weight.stored.path, weight.stored.start + i * spec.nbytes))
+    return split
