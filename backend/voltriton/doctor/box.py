@@ -104,7 +104,10 @@ class Box:
     @cached_property
     def kernel_log(self) -> str | None:
         """None where this user may not read it."""
-        for name, argv in (("dmesg", ["dmesg"]), ("journalctl", ["journalctl", "-k", "-b", "--no-pager", "-q"])):
+        for name, argv in (
+            ("dmesg", ["dmesg"]),
+            ("journalctl", ["journalctl", "-k", "-b", "--no-pager", "-q"]),
+        ):
             output = self.host.run(name, argv)
             if output.ok and output.out.strip():
                 return output.out

@@ -20,10 +20,18 @@ def memory(box: Box) -> Row:
         return Row("host.memory", SKIP, "no /proc/meminfo", need)
     limit = cgroup_limit(box)
     usable = min(total, limit) if limit else total
-    found = f"{usable / GIB:.1f} GiB" + (f" (limit of the container; the host has {total / GIB:.1f})" if usable < total else "")
+    found = f"{usable / GIB:.1f} GiB" + (
+        f" (limit of the container; the host has {total / GIB:.1f})" if usable < total else ""
+    )
     if usable < need_gib * GIB:
-        return Row("host.memory", WARN, found, need, "loading slows down or the kernel kills a rank",
-                   "more memory, or a higher limit of the container")  # fmt: skip
+        return Row(
+            "host.memory",
+            WARN,
+            found,
+            need,
+            "loading slows down or the kernel kills a rank",
+            "more memory, or a higher limit of the container",
+        )
     return Row("host.memory", OK, found, need)
 
 
@@ -49,11 +57,24 @@ def shm(box: Box) -> Row:
     need_mib = 256 if box.target == "cpu" else 1024
     need = f"{need_mib} MiB free"
     if not match:
-        return Row("host.shm", FAIL, "no /dev/shm", need, "Triton's Python backend cannot start", "mount a tmpfs at /dev/shm")
+        return Row(
+            "host.shm",
+            FAIL,
+            "no /dev/shm",
+            need,
+            "Triton's Python backend cannot start",
+            "mount a tmpfs at /dev/shm",
+        )
     free_mib = int(match.group(3)) // 1024
     if free_mib < need_mib:
-        return Row("host.shm", FAIL, f"{free_mib} MiB free of {int(match.group(1)) // 1024}", need, "requests or ranks die with "
-                   "'bus error' when it is full", "docker run --shm-size 8g (compose.yaml has it); remove files of dead servers")  # fmt: skip
+        return Row(
+            "host.shm",
+            FAIL,
+            f"{free_mib} MiB free of {int(match.group(1)) // 1024}",
+            need,
+            "requests or ranks die with 'bus error' when it is full",
+            "docker run --shm-size 8g (compose.yaml has it); remove files of dead servers",
+        )
     return Row("host.shm", OK, f"{free_mib} MiB free", need)
 
 
@@ -66,11 +87,19 @@ def _limit(box: Box, name: str) -> str | None:
 def memlock(box: Box) -> Row:
     soft = _limit(box, "Max locked memory")
     if box.target == "cpu" or soft is None:
-        return Row("host.memlock", SKIP, "not needed" if box.target == "cpu" else "no /proc/self/limits", "unlimited")
+        return Row(
+            "host.memlock", SKIP, "not needed" if box.target == "cpu" else "no /proc/self/limits", "unlimited"
+        )
     if soft != "unlimited" and int(soft) < 64 * GIB:
         status = WARN if int(soft) < GIB else NOTE
-        return Row("host.memlock", status, f"{int(soft) / GIB:.2f} GiB", "unlimited", "pinned host memory (n-gram table, "
-                   "offload, InfiniBand) cannot be taken", "ulimit -l unlimited; compose.yaml has it; systemd: LimitMEMLOCK=infinity")  # fmt: skip
+        return Row(
+            "host.memlock",
+            status,
+            f"{int(soft) / GIB:.2f} GiB",
+            "unlimited",
+            "pinned host memory (n-gram table, offload, InfiniBand) cannot be taken",
+            "ulimit -l unlimited; compose.yaml has it; systemd: LimitMEMLOCK=infinity",
+        )
     return Row("host.memlock", OK, soft, "unlimited")
 
 
@@ -90,7 +119,14 @@ def process_limit(box: Box) -> Row:
     if soft is None:
         return Row("host.processes", SKIP, "no /proc/self/limits", "4096")
     if soft != "unlimited" and int(soft) < 4096:
-        return Row("host.processes", WARN, soft, "4096", "four ranks and Triton start several hundred threads", "ulimit -u 16384")
+        return Row(
+            "host.processes",
+            WARN,
+            soft,
+            "4096",
+            "four ranks and Triton start several hundred threads",
+            "ulimit -u 16384",
+        )
     return Row("host.processes", OK, soft, "4096")
 
 
@@ -101,8 +137,14 @@ def huge_pages(box: Box) -> Row:
     if not match:
         return Row("host.huge_pages", SKIP, "no /sys/kernel/mm/transparent_hugepage", "madvise or always")
     if match.group(1) == "never":
-        return Row("host.huge_pages", NOTE, "never", "madvise or always", "look-ups in a large host table miss the TLB more",
-                   "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled")  # fmt: skip
+        return Row(
+            "host.huge_pages",
+            NOTE,
+            "never",
+            "madvise or always",
+            "look-ups in a large host table miss the TLB more",
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        )
     return Row("host.huge_pages", OK, match.group(1), "madvise or always")
 
 
@@ -113,8 +155,14 @@ def governor(box: Box) -> Row:
     if not found:
         return Row("host.governor", SKIP, "no cpufreq (virtual machine)", "performance or schedutil")
     if "powersave" in found:
-        return Row("host.governor", WARN, ", ".join(found), "performance", "a decode step is some ms of launches by one core: "
-                   "a slow core is a slow model", "`cpupower frequency-set -g performance`")  # fmt: skip
+        return Row(
+            "host.governor",
+            WARN,
+            ", ".join(found),
+            "performance",
+            "a decode step is some ms of launches by one core: a slow core is a slow model",
+            "`cpupower frequency-set -g performance`",
+        )
     return Row("host.governor", OK, ", ".join(found), "performance or schedutil")
 
 
@@ -125,26 +173,54 @@ def cores(box: Box) -> Row:
     if not count:
         return Row("host.cores", SKIP, "no /proc/cpuinfo", f"{need}")
     if count < need:
-        return Row("host.cores", WARN, str(count), str(need), "each rank keeps one core busy, Triton and the engine want "
-                   "the rest", "more cores for the machine or the container")  # fmt: skip
+        return Row(
+            "host.cores",
+            WARN,
+            str(count),
+            str(need),
+            "each rank keeps one core busy, Triton and the engine want the rest",
+            "more cores for the machine or the container",
+        )
     return Row("host.cores", OK, str(count), str(need))
 
 
 @check("host.container")
 def container(box: Box) -> Row:
-    inside = box.host.read("/.dockerenv") is not None or bool(re.search(r"docker|kubepods|containerd", box.host.read("/proc/1/cgroup") or ""))
+    inside = box.host.read("/.dockerenv") is not None or bool(
+        re.search(r"docker|kubepods|containerd", box.host.read("/proc/1/cgroup") or "")
+    )
     if inside:
         return Row("host.container", NOTE, "inside a container", "any", "limits above are the container's")
     docker = box.host.run("docker-info", ["docker", "info", "--format", "{{json .Runtimes}}"])
     if docker.missing:
-        return Row("host.container", NOTE, "no docker command", "only for docker/", "serving needs no container")
+        return Row(
+            "host.container", NOTE, "no docker command", "only for docker/", "serving needs no container"
+        )
     if not docker.ok:
         said = (docker.err.strip() or "no answer").splitlines()[-1]
-        return Row("host.container", NOTE, f"docker does not answer: {said}", "only for docker/", "", "`systemctl start docker`; group docker")
+        return Row(
+            "host.container",
+            NOTE,
+            f"docker does not answer: {said}",
+            "only for docker/",
+            "",
+            "`systemctl start docker`; group docker",
+        )
     if box.target != "cpu" and "nvidia" not in docker.out:
-        return Row("host.container", WARN, "docker without the nvidia runtime", "nvidia runtime", "containers see no card",
-                   "install nvidia-container-toolkit, `nvidia-ctk runtime configure --runtime=docker`, restart docker")  # fmt: skip
-    return Row("host.container", OK, "docker" + (" with the nvidia runtime" if "nvidia" in docker.out else ""), "docker")
+        return Row(
+            "host.container",
+            WARN,
+            "docker without the nvidia runtime",
+            "nvidia runtime",
+            "containers see no card",
+            "install nvidia-container-toolkit, `nvidia-ctk runtime configure --runtime=docker`, restart docker",
+        )
+    return Row(
+        "host.container",
+        OK,
+        "docker" + (" with the nvidia runtime" if "nvidia" in docker.out else ""),
+        "docker",
+    )
 
 
 @check("host.wsl", 37)
@@ -153,9 +229,18 @@ def wsl(box: Box) -> Row:
         return Row("host.wsl", OK, "not WSL", "Linux")
     release = (box.host.read("/proc/sys/kernel/osrelease") or "?").strip()
     if "WSL2" not in release and "microsoft-standard" not in release:
-        return Row("host.wsl", FAIL, f"WSL1 ({release})", "WSL2", "WSL1 has no GPU", "`wsl --set-version DISTRO 2`")
-    return Row("host.wsl", WARN, f"WSL2 ({release})", "Linux for production", "V100 in WSL2 needs WDDM mode and has no P2P: "
-               "one card works best; NVIDIA lists no support for Tesla cards there", "docs/windows.md")  # fmt: skip
+        return Row(
+            "host.wsl", FAIL, f"WSL1 ({release})", "WSL2", "WSL1 has no GPU", "`wsl --set-version DISTRO 2`"
+        )
+    return Row(
+        "host.wsl",
+        WARN,
+        f"WSL2 ({release})",
+        "Linux for production",
+        "V100 in WSL2 needs WDDM mode and has no P2P: "
+        "one card works best; NVIDIA lists no support for Tesla cards there",
+        "docs/windows.md",
+    )
 
 
 @check("host.leftovers", 79)
@@ -167,5 +252,7 @@ def leftovers(box: Box) -> Row:
         if match and match.group(3) == "1":
             found.append(f"{match.group(2)} (pid {match.group(1)})")
     if found:
-        return Row("host.leftovers", WARN, ", ".join(found), "none", "they hold GPU memory", "`kill -9` each pid")
+        return Row(
+            "host.leftovers", WARN, ", ".join(found), "none", "they hold GPU memory", "`kill -9` each pid"
+        )
     return Row("host.leftovers", OK, "none", "none")

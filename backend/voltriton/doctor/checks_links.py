@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from voltriton.doctor.box import Box
-from voltriton.doctor.rows import FAIL, NOTE, OK, SKIP, WARN, Row, check
 from voltriton.doctor.checks_gpu import gpu_check
+from voltriton.doctor.rows import FAIL, NOTE, OK, SKIP, WARN, Row, check
 
 _COST = {
     "NV": "NVLink: 2.8 to 9.6 us an all-reduce of a token were published",
@@ -26,20 +26,41 @@ def topology(box: Box) -> Row:
         return Row("link.topology", OK, "one card", "nothing")
     found = box.topology
     if found is None:
-        return Row("link.topology", WARN, "nvidia-smi topo -m gives no matrix", need, "the all-reduce's path is unknown",
-                   "keep disable_custom_all_reduce true")  # fmt: skip
+        return Row(
+            "link.topology",
+            WARN,
+            "nvidia-smi topo -m gives no matrix",
+            need,
+            "the all-reduce's path is unknown",
+            "keep disable_custom_all_reduce true",
+        )
     pairs = found.pairs
     kinds = sorted(set(pairs))
     text = ", ".join(f"{pairs.count(kind)} x {kind}" for kind in kinds)
     if all(kind.startswith("NV") for kind in kinds):
-        return Row("link.topology", OK, text, need, f"{_COST['NV']}; custom all-reduce can work",
-                   "after `--deep` passes, disable_custom_all_reduce false may be tried")  # fmt: skip
-    slow = next(name for name in ("SYS", "NODE", "PHB", "PXB", "PIX", "NV") if any(k.startswith(name) for k in kinds))
+        return Row(
+            "link.topology",
+            OK,
+            text,
+            need,
+            f"{_COST['NV']}; custom all-reduce can work",
+            "after `--deep` passes, disable_custom_all_reduce false may be tried",
+        )
+    slow = next(
+        name for name in ("SYS", "NODE", "PHB", "PXB", "PIX", "NV") if any(k.startswith(name) for k in kinds)
+    )
     advice = "keep disable_custom_all_reduce true: without NVLink it hung with Xid 62 (trouble 27)"
     if slow in ("PIX", "PXB"):
         return Row("link.topology", NOTE, text, need, f"the slowest pair goes through {_COST[slow]}", advice)
-    return Row("link.topology", WARN, text, need, f"the slowest pair goes through {_COST[slow]}: expect NCCL at 20 to "
-               "40 us an all-reduce, and more cards may be slower than fewer (trouble 83)", advice)  # fmt: skip
+    return Row(
+        "link.topology",
+        WARN,
+        text,
+        need,
+        f"the slowest pair goes through {_COST[slow]}: expect NCCL at 20 to "
+        "40 us an all-reduce, and more cards may be slower than fewer (trouble 83)",
+        advice,
+    )
 
 
 @gpu_check("link.nvlink")
@@ -50,8 +71,14 @@ def nvlink(box: Box) -> Row:
     if not speeds and not inactive:
         return Row("link.nvlink", NOTE, "no NVLink", "NVLink, if the board has it", "PCIe cards have none")
     if inactive:
-        return Row("link.nvlink", WARN, f"{len(speeds)} links up, {inactive} down", "all up", "a bridge or module sits "
-                   "badly, or the board does not wire them", "compare with the board's manual; `nvidia-smi nvlink -e`")  # fmt: skip
+        return Row(
+            "link.nvlink",
+            WARN,
+            f"{len(speeds)} links up, {inactive} down",
+            "all up",
+            "a bridge or module sits badly, or the board does not wire them",
+            "compare with the board's manual; `nvidia-smi nvlink -e`",
+        )
     return Row("link.nvlink", OK, f"{len(speeds)} links up, {min(speeds, key=float)} GB/s each way", "all up")
 
 
@@ -66,10 +93,22 @@ def p2p(box: Box) -> Row:
         return Row("link.p2p", SKIP, "nvidia-smi topo -p2p gives no matrix", "P2P reads between all pairs")
     bad = [word for word in words if word != "OK"]
     if bad:
-        return Row("link.p2p", WARN, f"{len(bad) // 2} of {len(words) // 2} pairs without P2P ({', '.join(sorted(set(bad)))})",
-                   "P2P between all pairs", "NCCL goes through the host's memory: slower, but it works",
-                   "BIOS: ACS and VT-d off for the switches; else leave it")  # fmt: skip
-    return Row("link.p2p", OK, "the driver allows all pairs", "P2P between all pairs", "", "`--deep` copies data to be sure")
+        return Row(
+            "link.p2p",
+            WARN,
+            f"{len(bad) // 2} of {len(words) // 2} pairs without P2P ({', '.join(sorted(set(bad)))})",
+            "P2P between all pairs",
+            "NCCL goes through the host's memory: slower, but it works",
+            "BIOS: ACS and VT-d off for the switches; else leave it",
+        )
+    return Row(
+        "link.p2p",
+        OK,
+        "the driver allows all pairs",
+        "P2P between all pairs",
+        "",
+        "`--deep` copies data to be sure",
+    )
 
 
 @gpu_check("link.numa", 82)
@@ -78,9 +117,18 @@ def numa(box: Box) -> Row:
     if nodes <= 1:
         return Row("link.numa", OK, "one NUMA node", "ranks near their cards")
     places = box.topology.numa_nodes if box.topology else ()
-    text = ", ".join(f"GPU {index}: node {node or '?'}" for index, node in enumerate(places)) or "cards' nodes unknown"
-    return Row("link.numa", NOTE, f"{nodes} nodes; {text}", "ranks near their cards", "a rank on the other socket pays for "
-               "every launch and for the host's table", "engine argument numa_bind true (vLLM binds each rank)")  # fmt: skip
+    text = (
+        ", ".join(f"GPU {index}: node {node or '?'}" for index, node in enumerate(places))
+        or "cards' nodes unknown"
+    )
+    return Row(
+        "link.numa",
+        NOTE,
+        f"{nodes} nodes; {text}",
+        "ranks near their cards",
+        "a rank on the other socket pays for every launch and for the host's table",
+        "engine argument numa_bind true (vLLM binds each rank)",
+    )
 
 
 @check("link.iommu", 29, 30, 32)
@@ -95,8 +143,14 @@ def iommu(box: Box) -> Row:
         return Row("link.iommu", OK, "off", "off or pass-through")
     if passthrough:
         return Row("link.iommu", OK, f"{len(units)} unit(s), pass-through", "off or pass-through")
-    return Row("link.iommu", WARN, f"{len(units)} unit(s), translating", "off or pass-through", "P2P copies are sent through "
-               "it: NCCL hung at the first all-reduce (troubles 29 to 32)", "BIOS: VT-d or IOMMU off; or kernel parameter iommu=pt")  # fmt: skip
+    return Row(
+        "link.iommu",
+        WARN,
+        f"{len(units)} unit(s), translating",
+        "off or pass-through",
+        "P2P copies are sent through it: NCCL hung at the first all-reduce (troubles 29 to 32)",
+        "BIOS: VT-d or IOMMU off; or kernel parameter iommu=pt",
+    )
 
 
 @check("link.acs", 29, 30, 31, 32)
@@ -105,16 +159,29 @@ def acs(box: Box) -> Row:
         return Row("link.acs", SKIP, "no card", "off on the switches above the cards")
     text = box.lspci
     if text is None or "ACSCtl" not in text:
-        why = "lspci is not installed" if text is None else "no ACS capability shown (needs root, or none there)"
-        return Row("link.acs", SKIP, why, "SrcValid-, ReqRedir-, CmpltRedir-", "", "run once as root with pciutils")
+        why = (
+            "lspci is not installed"
+            if text is None
+            else "no ACS capability shown (needs root, or none there)"
+        )
+        return Row(
+            "link.acs", SKIP, why, "SrcValid-, ReqRedir-, CmpltRedir-", "", "run once as root with pciutils"
+        )
     active = [
         block.split(" ", 1)[0]
         for block in re.split(r"\n(?=\S)", text)
-        if re.search(r"ACSCtl:.*(SrcValid\+|ReqRedir\+|CmpltRedir\+)", block) and "bridge" in block.split("\n", 1)[0]
+        if re.search(r"ACSCtl:.*(SrcValid\+|ReqRedir\+|CmpltRedir\+)", block)
+        and "bridge" in block.split("\n", 1)[0]
     ]
     if active:
-        return Row("link.acs", WARN, f"on at {len(active)} bridge(s): {', '.join(active[:8])}", "off", "P2P between cards is "
-                   "redirected to the root complex: slow, or a hang", "BIOS; or `setpci -s BRIDGE ECAP_ACS+6.w=0` after each boot")  # fmt: skip
+        return Row(
+            "link.acs",
+            WARN,
+            f"on at {len(active)} bridge(s): {', '.join(active[:8])}",
+            "off",
+            "P2P between cards is redirected to the root complex: slow, or a hang",
+            "BIOS; or `setpci -s BRIDGE ECAP_ACS+6.w=0` after each boot",
+        )
     return Row("link.acs", OK, "off", "off")
 
 
@@ -127,8 +194,14 @@ def aspm(box: Box) -> Row:
     if not match:
         return Row("link.aspm", SKIP, "no policy in /sys", "performance or off")
     if match.group(1) in ("powersave", "powersupersave"):
-        return Row("link.aspm", WARN, match.group(1), "default or performance", "links that sleep cost time and are blamed "
-                   "for cards falling off the bus (not proven)", "kernel parameter pcie_aspm=off")  # fmt: skip
+        return Row(
+            "link.aspm",
+            WARN,
+            match.group(1),
+            "default or performance",
+            "links that sleep cost time and are blamed for cards falling off the bus (not proven)",
+            "kernel parameter pcie_aspm=off",
+        )
     return Row("link.aspm", OK, match.group(1), "default or performance")
 
 
@@ -138,14 +211,38 @@ def infiniband(box: Box) -> Row:
         return Row("net.infiniband", SKIP, "not asked for (--infiniband)", "nothing on one host")
     ports = box.host.glob("/sys/class/infiniband/*/ports/*/state")
     if not ports:
-        return Row("net.infiniband", FAIL, "no InfiniBand device", "an active port", "", "load mlx5_ib; or do without")
-    states = {port.split("/")[4] + "/" + port.split("/")[6]: (box.host.read(port) or "?").strip() for port in ports}
+        return Row(
+            "net.infiniband",
+            FAIL,
+            "no InfiniBand device",
+            "an active port",
+            "",
+            "load mlx5_ib; or do without",
+        )
+    states = {
+        port.split("/")[4] + "/" + port.split("/")[6]: (box.host.read(port) or "?").strip() for port in ports
+    }
     up = [name for name, state in states.items() if "ACTIVE" in state]
     text = ", ".join(f"{name}: {state}" for name, state in states.items())
-    module = "nvidia_peermem" in (box.host.read("/proc/modules") or "") or "nv_peer_mem" in (box.host.read("/proc/modules") or "")
+    module = "nvidia_peermem" in (box.host.read("/proc/modules") or "") or "nv_peer_mem" in (
+        box.host.read("/proc/modules") or ""
+    )
     if not up:
-        return Row("net.infiniband", FAIL, text, "an active port", "ranks of several hosts cannot meet", "cable, subnet manager")
+        return Row(
+            "net.infiniband",
+            FAIL,
+            text,
+            "an active port",
+            "ranks of several hosts cannot meet",
+            "cable, subnet manager",
+        )
     if not module:
-        return Row("net.infiniband", WARN, f"{text}; no nvidia_peermem", "GPUDirect RDMA", "data goes through the host's memory",
-                   "`modprobe nvidia_peermem`")  # fmt: skip
+        return Row(
+            "net.infiniband",
+            WARN,
+            f"{text}; no nvidia_peermem",
+            "GPUDirect RDMA",
+            "data goes through the host's memory",
+            "`modprobe nvidia_peermem`",
+        )
     return Row("net.infiniband", OK, text, "an active port")

@@ -8,7 +8,9 @@ from voltriton.doctor.box import Box
 from voltriton.doctor.rows import FAIL, NOTE, OK, SKIP, WARN, Row, check
 
 _ARCHITECTURE = {"v100": "sm_70", "hopper": "sm_90"}
-_CU126 = "`pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126`: the last line with sm_70"
+_CU126 = (
+    "`pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126`: the last line with sm_70"
+)
 OLDEST_NCCL = (2, 27, 5)
 VLLM_VERSION = "0.32.0"
 
@@ -17,8 +19,14 @@ VLLM_VERSION = "0.32.0"
 def torch_version(box: Box) -> Row:
     facts = box.software_part("torch")
     if "error" in facts:
-        return Row("torch.version", FAIL, str(facts["error"]), "PyTorch that imports", "vLLM is built on it",
-                   _CU126 if box.target == "v100" else "install the extra cpu or cuda of pyproject.toml")  # fmt: skip
+        return Row(
+            "torch.version",
+            FAIL,
+            str(facts["error"]),
+            "PyTorch that imports",
+            "vLLM is built on it",
+            _CU126 if box.target == "v100" else "install the extra cpu or cuda of pyproject.toml",
+        )
     cuda = facts.get("cuda")
     found = f"{facts.get('version')} (CUDA {cuda or 'none'})"
     if box.target == "cpu":
@@ -26,8 +34,14 @@ def torch_version(box: Box) -> Row:
     if cuda is None:
         return Row("torch.version", FAIL, found, "a CUDA build", "a CPU build sees no card", _CU126)
     if box.target == "v100" and not str(cuda).startswith("12."):
-        return Row("torch.version", FAIL, found, "CUDA 12.x", "CUDA 13 dropped Volta; pip picks it by the driver's version "
-                   "(troubles 5 and 6)", _CU126)  # fmt: skip
+        return Row(
+            "torch.version",
+            FAIL,
+            found,
+            "CUDA 12.x",
+            "CUDA 13 dropped Volta; pip picks it by the driver's version (troubles 5 and 6)",
+            _CU126,
+        )
     return Row("torch.version", OK, found, "a CUDA build")
 
 
@@ -36,11 +50,23 @@ def torch_architectures(box: Box) -> Row:
     wanted = _ARCHITECTURE.get(box.target)
     facts = box.software_part("torch")
     if wanted is None or "error" in facts or facts.get("cuda") is None:
-        return Row("torch.architectures", SKIP, "no CUDA build of PyTorch" if wanted else "target cpu", wanted or "nothing")
+        return Row(
+            "torch.architectures",
+            SKIP,
+            "no CUDA build of PyTorch" if wanted else "target cpu",
+            wanted or "nothing",
+        )
     listed = [str(item) for item in facts.get("architectures", [])]
     if wanted not in listed:
-        return Row("torch.architectures", FAIL, " ".join(listed) or "none", wanted, "'no kernel image is available' at the "
-                   "first operation: builds for CUDA 12.8 and later left Volta out", _CU126)  # fmt: skip
+        return Row(
+            "torch.architectures",
+            FAIL,
+            " ".join(listed) or "none",
+            wanted,
+            "'no kernel image is available' at the "
+            "first operation: builds for CUDA 12.8 and later left Volta out",
+            _CU126,
+        )
     return Row("torch.architectures", OK, " ".join(listed), wanted)
 
 
@@ -50,13 +76,28 @@ def torch_runs(box: Box) -> Row:
     if box.target == "cpu" or "error" in facts or facts.get("cuda") is None:
         return Row("torch.runs", SKIP, "not tried", "a matrix product on the card")
     if not facts.get("available"):
-        return Row("torch.runs", FAIL, f"no device: {facts.get('why_not', '?')}", "a matrix product on the card",
-                   "PyTorch cannot open the driver", "rows gpu.driver, env.variables and host.container; /dev/nvidia-uvm "
-                   "must exist (`nvidia-modprobe -u`)")  # fmt: skip
+        return Row(
+            "torch.runs",
+            FAIL,
+            f"no device: {facts.get('why_not', '?')}",
+            "a matrix product on the card",
+            "PyTorch cannot open the driver",
+            "rows gpu.driver, env.variables and host.container; /dev/nvidia-uvm "
+            "must exist (`nvidia-modprobe -u`)",
+        )
     said = str(facts.get("run_on_gpu"))
     if said != "ok":
-        return Row("torch.runs", FAIL, said, "a matrix product on the card", "", "rows torch.architectures and gpu.ecc")
-    return Row("torch.runs", OK, f"ok on {len(facts.get('devices', []))} device(s)", "a matrix product on the card")
+        return Row(
+            "torch.runs",
+            FAIL,
+            said,
+            "a matrix product on the card",
+            "",
+            "rows torch.architectures and gpu.ecc",
+        )
+    return Row(
+        "torch.runs", OK, f"ok on {len(facts.get('devices', []))} device(s)", "a matrix product on the card"
+    )
 
 
 @check("vllm.version", 1, 2, 3, 10, 22)
@@ -64,15 +105,29 @@ def vllm_version(box: Box) -> Row:
     facts = box.software_part("vllm")
     need = f"{VLLM_VERSION} outside the current folder"
     if "error" in facts:
-        return Row("vllm.version", FAIL, str(facts["error"]), need, "it is the engine", "`make setup` (README.md)")
+        return Row(
+            "vllm.version", FAIL, str(facts["error"]), need, "it is the engine", "`make setup` (README.md)"
+        )
     version = str(facts.get("version")).split("+")[0]
     found = f"{facts.get('version')} in {facts.get('folder')}"
     if version != VLLM_VERSION:
-        return Row("vllm.version", FAIL, found, need, "patches and plugin are made for that version only",
-                   f"`pip install vllm=={VLLM_VERSION}`")  # fmt: skip
+        return Row(
+            "vllm.version",
+            FAIL,
+            found,
+            need,
+            "patches and plugin are made for that version only",
+            f"`pip install vllm=={VLLM_VERSION}`",
+        )
     if "site-packages" not in str(facts.get("folder")) and "dist-packages" not in str(facts.get("folder")):
-        return Row("vllm.version", WARN, found, need, "a source tree shadows the installed package (trouble 22)",
-                   "start from another folder")  # fmt: skip
+        return Row(
+            "vllm.version",
+            WARN,
+            found,
+            need,
+            "a source tree shadows the installed package (trouble 22)",
+            "start from another folder",
+        )
     return Row("vllm.version", OK, found, need)
 
 
@@ -83,11 +138,23 @@ def vllm_patches(box: Box) -> Row:
     if "error" in facts:
         return Row("vllm.patches", SKIP, "no vLLM", need)
     if not facts.get("plugin"):
-        return Row("vllm.patches", FAIL, "plugin voltriton is not installed in this Python", need, "NVFP4 does not load "
-                   "without it", "`pip install -e .` with the same Python")  # fmt: skip
+        return Row(
+            "vllm.patches",
+            FAIL,
+            "plugin voltriton is not installed in this Python",
+            need,
+            "NVFP4 does not load without it",
+            "`pip install -e .` with the same Python",
+        )
     if facts.get("patches"):
-        return Row("vllm.patches", FAIL, str(facts["patches"]), need, "gates refuse compute capability 7.0 and a missing "
-                   "hook means another route, silently", "`voltriton patch apply`")  # fmt: skip
+        return Row(
+            "vllm.patches",
+            FAIL,
+            str(facts["patches"]),
+            need,
+            "gates refuse compute capability 7.0 and a missing hook means another route, silently",
+            "`voltriton patch apply`",
+        )
     return Row("vllm.patches", OK, f"series {facts.get('series') or 'of another build'}", need)
 
 
@@ -97,17 +164,31 @@ def vllm_extensions(box: Box) -> Row:
     wanted = _ARCHITECTURE.get(box.target)
     facts = box.software_part("vllm")
     if wanted is None or "error" in facts:
-        return Row("vllm.extensions", SKIP, "target cpu" if wanted is None else "no vLLM", wanted or "nothing")
+        return Row(
+            "vllm.extensions", SKIP, "target cpu" if wanted is None else "no vLLM", wanted or "nothing"
+        )
     codes = {path: box.host.device_code(path) for path in facts.get("libraries", [])}
     with_code = {path: found for path, found in codes.items() if found}
     need = f"{wanted} in each, or no compiled extension (the plugin supplies the operations)"
     lacking = [path.rsplit("/", 1)[-1] for path, found in with_code.items() if wanted not in found]
     if lacking:
-        return Row("vllm.extensions", FAIL if box.target == "v100" else WARN, f"without {wanted}: {', '.join(lacking)}", need,
-                   "'no kernel image' at the first use: PyPI's wheel begins at sm_75", "build vLLM's source package with "
-                   "TORCH_CUDA_ARCH_LIST=7.0 and nothing else (docker/Dockerfile.v100)")  # fmt: skip
+        return Row(
+            "vllm.extensions",
+            FAIL if box.target == "v100" else WARN,
+            f"without {wanted}: {', '.join(lacking)}",
+            need,
+            "'no kernel image' at the first use: PyPI's wheel begins at sm_75",
+            "build vLLM's source package with "
+            "TORCH_CUDA_ARCH_LIST=7.0 and nothing else (docker/Dockerfile.v100)",
+        )
     if not with_code:
-        return Row("vllm.extensions", NOTE, "no compiled GPU extension", need, "custom all-reduce is then off by itself")
+        return Row(
+            "vllm.extensions",
+            NOTE,
+            "no compiled GPU extension",
+            need,
+            "custom all-reduce is then off by itself",
+        )
     return Row("vllm.extensions", OK, f"{len(with_code)} with {wanted}", need)
 
 
@@ -118,14 +199,33 @@ def triton_compiler(box: Box) -> Row:
         return Row("triton.compiler", SKIP, "target cpu", "nothing")
     need = "3.x with a ptxas that knows sm_70" if box.target == "v100" else "3.x"
     if "error" in facts:
-        return Row("triton.compiler", FAIL, str(facts["error"]), need, "attention and sampling are Triton kernels", _CU126)
+        return Row(
+            "triton.compiler",
+            FAIL,
+            str(facts["error"]),
+            need,
+            "attention and sampling are Triton kernels",
+            _CU126,
+        )
     version = str(facts.get("version"))
     if version.split(".")[0] == "2":
-        return Row("triton.compiler", FAIL, version, need, "2.x gives zeros for fp16 dot products on Volta (trouble 26) and "
-                   "aborts with prefix caching (72)", "the version that PyTorch 2.13 asks for")  # fmt: skip
+        return Row(
+            "triton.compiler",
+            FAIL,
+            version,
+            need,
+            "2.x gives zeros for fp16 dot products on Volta (trouble 26) and aborts with prefix caching (72)",
+            "the version that PyTorch 2.13 asks for",
+        )
     if box.target == "v100" and not facts.get("ptxas_sm_70"):
-        return Row("triton.compiler", FAIL, f"{version}, ptxas without sm_70", need, "a ptxas of CUDA 13 cannot make Volta code",
-                   "triton 3.7.1 or 3.9.0, or TRITON_PTXAS_PATH of a CUDA 12 toolkit")  # fmt: skip
+        return Row(
+            "triton.compiler",
+            FAIL,
+            f"{version}, ptxas without sm_70",
+            need,
+            "a ptxas of CUDA 13 cannot make Volta code",
+            "triton 3.7.1 or 3.9.0, or TRITON_PTXAS_PATH of a CUDA 12 toolkit",
+        )
     return Row("triton.compiler", OK, version, need)
 
 
@@ -137,15 +237,34 @@ def nccl_loaded(box: Box) -> Row:
     if box.target == "cpu" or box.wanted_gpus == 1:
         return Row("nccl.loaded", SKIP, "one rank or none", need)
     if "error" in facts:
-        return Row("nccl.loaded", FAIL, str(facts["error"]), need, "ranks meet through it", "`pip install nvidia-nccl-cu12==2.30.7`")
+        return Row(
+            "nccl.loaded",
+            FAIL,
+            str(facts["error"]),
+            need,
+            "ranks meet through it",
+            "`pip install nvidia-nccl-cu12==2.30.7`",
+        )
     files = [str(name) for name in facts.get("files", [])]
     found = f"{facts.get('version')} from {', '.join(files) or 'inside PyTorch'}"
     if len(files) > 1:
-        return Row("nccl.loaded", WARN, found, need, "two copies in one process: each has its own state", "unset "
-                   "LD_LIBRARY_PATH and VLLM_NCCL_SO_PATH, remove the system's libnccl2")  # fmt: skip
+        return Row(
+            "nccl.loaded",
+            WARN,
+            found,
+            need,
+            "two copies in one process: each has its own state",
+            "unset LD_LIBRARY_PATH and VLLM_NCCL_SO_PATH, remove the system's libnccl2",
+        )
     if _numbers(str(facts.get("version"))) < OLDEST_NCCL:
-        return Row("nccl.loaded", FAIL, found, need, "older ones write past the end for large tensors (trouble 36)",
-                   "`pip install nvidia-nccl-cu12==2.30.7`")  # fmt: skip
+        return Row(
+            "nccl.loaded",
+            FAIL,
+            found,
+            need,
+            "older ones write past the end for large tensors (trouble 36)",
+            "`pip install nvidia-nccl-cu12==2.30.7`",
+        )
     return Row("nccl.loaded", OK, found, need)
 
 
@@ -157,8 +276,14 @@ def nccl_architectures(box: Box) -> Row:
         return Row("nccl.architectures", SKIP, "nothing to look into", wanted or "nothing")
     found = box.host.device_code(str(files[0]))
     if wanted not in found:
-        return Row("nccl.architectures", FAIL, " ".join(found) or "no GPU code", wanted, "the first collective fails",
-                   "`pip install nvidia-nccl-cu12==2.30.7` (has sm_70)")  # fmt: skip
+        return Row(
+            "nccl.architectures",
+            FAIL,
+            " ".join(found) or "no GPU code",
+            wanted,
+            "the first collective fails",
+            "`pip install nvidia-nccl-cu12==2.30.7` (has sm_70)",
+        )
     return Row("nccl.architectures", OK, " ".join(found), wanted)
 
 
@@ -171,25 +296,65 @@ def python_packages(box: Box) -> Row:
         return Row("python.packages", SKIP, str(box.software.get("error", "not looked at")), need)
     risky = [f"{name} {packages[name]}" for name in ("tilelang", "flashinfer-python") if name in packages]
     if risky and box.target == "v100":
-        return Row("python.packages", NOTE, ", ".join(risky), need, "they have no Volta code; tilelang 0.1.9 breaks nvcc for "
-                   "sm_70 (trouble 13); the profile keeps vLLM from FlashInfer's sampler", "`pip uninstall` them")  # fmt: skip
-    return Row("python.packages", OK, f"Python {box.software.get('python')}, {len(packages)} packages looked at", need)
+        return Row(
+            "python.packages",
+            NOTE,
+            ", ".join(risky),
+            need,
+            "they have no Volta code; tilelang 0.1.9 breaks nvcc for "
+            "sm_70 (trouble 13); the profile keeps vLLM from FlashInfer's sampler",
+            "`pip uninstall` them",
+        )
+    return Row(
+        "python.packages",
+        OK,
+        f"Python {box.software.get('python')}, {len(packages)} packages looked at",
+        need,
+    )
 
 
 # name -> (value that is a problem as a regular expression, status, why, fix)
 _VARIABLES = {
-    "PYTORCH_CUDA_ALLOC_CONF": ("expandable_segments:True", WARN, "breaks custom all-reduce and CPU offload of the KV cache "
-                                "(troubles 40 and 49)", "unset it, or keep disable_custom_all_reduce true"),
-    "NCCL_P2P_DISABLE": ("1", NOTE, "every all-reduce goes through the host's memory", "unset it once `--deep` passes"),
-    "NCCL_SOCKET_IFNAME": (".+", NOTE, "one host needs none; a name that does not exist hangs the start", "unset it on one host"),
-    "VLLM_PLE_CPU_OFFLOAD": (".+", FAIL, "of older images; spins forever there (trouble 80), means nothing here",
-                             "unset it; the engine argument is engram_config"),
+    "PYTORCH_CUDA_ALLOC_CONF": (
+        "expandable_segments:True",
+        WARN,
+        "breaks custom all-reduce and CPU offload of the KV cache (troubles 40 and 49)",
+        "unset it, or keep disable_custom_all_reduce true",
+    ),
+    "NCCL_P2P_DISABLE": (
+        "1",
+        NOTE,
+        "every all-reduce goes through the host's memory",
+        "unset it once `--deep` passes",
+    ),
+    "NCCL_SOCKET_IFNAME": (
+        ".+",
+        NOTE,
+        "one host needs none; a name that does not exist hangs the start",
+        "unset it on one host",
+    ),
+    "VLLM_PLE_CPU_OFFLOAD": (
+        ".+",
+        FAIL,
+        "of older images; spins forever there (trouble 80), means nothing here",
+        "unset it; the engine argument is engram_config",
+    ),
     "VLLM_USE_AOT_COMPILE": ("1", WARN, "a cached graph changed greedy tokens (trouble 71)", "set it to 0"),
     "VLLM_USE_FLASHINFER_SAMPLER": ("1", FAIL, "FlashInfer has no code for Volta", "set it to 0"),
-    "VLLM_NCCL_SO_PATH": (".+", NOTE, "replaces PyTorch's NCCL", "unset it, unless the row nccl.loaded is what you want"),
+    "VLLM_NCCL_SO_PATH": (
+        ".+",
+        NOTE,
+        "replaces PyTorch's NCCL",
+        "unset it, unless the row nccl.loaded is what you want",
+    ),
     "CUDA_LAUNCH_BLOCKING": ("1", WARN, "every launch waits: several times slower", "unset it"),
-    "LD_LIBRARY_PATH": (r".*cuda-1[13].*", WARN, "libraries of another CUDA come before PyTorch's own", "unset it"),
-}  # fmt: skip
+    "LD_LIBRARY_PATH": (
+        r".*cuda-1[13].*",
+        WARN,
+        "libraries of another CUDA come before PyTorch's own",
+        "unset it",
+    ),
+}
 
 
 @check("env.variables", 40, 49, 71, 80)
@@ -203,8 +368,16 @@ def variables(box: Box) -> list[Row] | Row:
             found.append(Row("env.variables", status, f"{name}={value}", "unset", why, fix))
     visible = box.host.env("CUDA_VISIBLE_DEVICES")
     if visible is not None and len([part for part in visible.split(",") if part.strip()]) < box.wanted_gpus:
-        found.append(Row("env.variables", FAIL, f"CUDA_VISIBLE_DEVICES={visible}", f"{box.wanted_gpus} devices",
-                         "ranks without a card", "unset it or name more devices"))  # fmt: skip
+        found.append(
+            Row(
+                "env.variables",
+                FAIL,
+                f"CUDA_VISIBLE_DEVICES={visible}",
+                f"{box.wanted_gpus} devices",
+                "ranks without a card",
+                "unset it or name more devices",
+            )
+        )
     return found or Row("env.variables", OK, "nothing that is known to harm", "nothing")
 
 

@@ -15,8 +15,24 @@ from voltriton.doctor.host import Host, RealHost, RecordedHost, RecordingHost
 from voltriton.doctor.report import as_json, print_text
 from voltriton.doctor.rows import CHECKS, FAIL, Row, run_check
 
-# In the order of the report.
+# Imported for their checks.
 ROOMS = (checks_gpu, checks_links, checks_software, checks_host, checks_model, checks_deep)
+# The order of the report: what the rest stands on comes first.
+ORDER = (
+    "gpu",
+    "link",
+    "net",
+    "host",
+    "torch",
+    "vllm",
+    "triton",
+    "nccl",
+    "python",
+    "env",
+    "model",
+    "profile",
+    "deep",
+)
 
 
 def main(argv: list[str]) -> int:
@@ -24,10 +40,10 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     try:
         box = Box(_host(args), _options(args))
+        rows = examine(box, args.only)
     except ValueError as error:
         print(f"voltriton doctor: {error}", file=sys.stderr)
         return 2
-    rows = examine(box, args.only)
     if args.json:
         print(as_json(rows, box.target))
     else:
@@ -40,25 +56,46 @@ def main(argv: list[str]) -> int:
 
 
 def examine(box: Box, only: Sequence[str] = ()) -> list[Row]:
-    """All rows, or those of the checks whose names begin with one of `only`."""
+    """All rows, or those of the checks whose names begin with one of `only`. ValueError where none does."""
     chosen = [entry for name, entry in CHECKS.items() if not only or name.startswith(tuple(only))]
+    if not chosen:
+        raise ValueError(
+            f"--only: no check begins with {' or '.join(only)}; there are {', '.join(sorted(CHECKS))}"
+        )
+    chosen.sort(key=lambda entry: ORDER.index(entry.name.split(".")[0]))
     return [row for entry in chosen for row in run_check(entry, box)]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="voltriton doctor", description="check this machine before serving from it")
+    parser = argparse.ArgumentParser(
+        prog="voltriton doctor", description="check this machine before serving from it"
+    )
     parser.add_argument("--json", action="store_true", help="machine-readable rows")
     parser.add_argument("--target", choices=TARGETS, help="what to check for (default: by the cards found)")
-    parser.add_argument("--gpus", type=int, metavar="N", help="cards that the model needs (default: 4 for v100, 1 for hopper)")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="also check this model's folder and whether it fits")
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="cards that the model needs (default: 4 for v100, 1 for hopper)"
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="also check this model's folder and whether it fits"
+    )
     parser.add_argument("--profile", help="also check this profile (default with --model: the target's)")
     parser.add_argument("--infiniband", action="store_true", help="also check InfiniBand (several hosts)")
-    parser.add_argument("--deep", action="store_true", help="also move data between the cards (minutes; needs them idle)")
-    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="only checks that begin so, such as gpu nccl")
+    parser.add_argument(
+        "--deep", action="store_true", help="also move data between the cards (minutes; needs them idle)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=(), metavar="NAME", help="only checks that begin so, such as gpu nccl"
+    )
     parser.add_argument("--problems", action="store_true", help="leave out what is well")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter that will serve (default: this one)")
-    parser.add_argument("--record", type=Path, metavar="DIR", help="keep all that was read, for a report or a test")
-    parser.add_argument("--replay", type=Path, metavar="DIR", help="check a recording instead of this machine")
+    parser.add_argument(
+        "--python", default=sys.executable, help="the interpreter that will serve (default: this one)"
+    )
+    parser.add_argument(
+        "--record", type=Path, metavar="DIR", help="keep all that was read, for a report or a test"
+    )
+    parser.add_argument(
+        "--replay", type=Path, metavar="DIR", help="check a recording instead of this machine"
+    )
     parser.add_argument("--color", action="store_true", help="colours also when the output is no terminal")
     parser.add_argument("--no-color", action="store_true", help="no colours")
     return parser

@@ -65,7 +65,11 @@ def rank(index: int, count: int, port: int) -> None:
         for name, found in (("plain", plain), ("graph", graph)):
             if index == 0:
                 good = bool((found == expected).all())
-                say(f"all-reduce {name} {shape[0]}x{shape[1]}", good, "" if good else f"got {float(found.flatten()[0])}")
+                say(
+                    f"all-reduce {name} {shape[0]}x{shape[1]}",
+                    good,
+                    "" if good else f"got {float(found.flatten()[0])}",
+                )
     group.destroy_process_group()
 
 

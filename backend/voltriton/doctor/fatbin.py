@@ -29,7 +29,9 @@ def device_code(path: Path) -> list[str]:
             raise FatbinError(f"{path}: too short for a shared library")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
-                found = {code for start, size in _sections(data) for code in _codes(data, start, start + size)}
+                found = {
+                    code for start, size in _sections(data) for code in _codes(data, start, start + size)
+                }
             except struct.error as error:
                 raise FatbinError(f"{path}: damaged ELF file: {error}") from error
     return sorted(found, key=lambda code: (code.split("_")[0], int(code.split("_")[1])))

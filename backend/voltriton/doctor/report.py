@@ -17,7 +17,11 @@ _COLOURS = {OK: "green", NOTE: "cyan", WARN: "yellow", FAIL: "bold red", SKIP: "
 
 def as_json(rows: Sequence[Row], target: str) -> str:
     counts = Counter(row.status for row in rows)
-    summary = {"target": target, "ready": not counts[FAIL], "counts": {name: counts[name] for name in STATUSES}}
+    summary = {
+        "target": target,
+        "ready": not counts[FAIL],
+        "counts": {name: counts[name] for name in STATUSES},
+    }
     return json.dumps({**summary, "rows": [asdict(row) for row in rows]}, indent=2, ensure_ascii=False)
 
 
@@ -36,9 +40,15 @@ def print_text(rows: Sequence[Row], target: str, console: Console, show_all: boo
 
 def _print_row(row: Row, width: int, console: Console) -> None:
     colour = _COLOURS[row.status]
-    console.print(f"[{colour}]{row.status:4}[/] {row.check:{width}}  {escape(row.found)}", highlight=False, soft_wrap=True)
+    console.print(
+        f"[{colour}]{row.status:4}[/] {row.check:{width}}  {escape(row.found)}",
+        highlight=False,
+        soft_wrap=True,
+    )
     if row.status not in (WARN, FAIL, NOTE):
         return
     for label, text in (("needed", row.needed), ("why", row.why), ("fix", row.fix)):
         if text:
-            console.print(f"     {'':{width}}  [dim]{label}:[/] {escape(text)}", highlight=False, soft_wrap=True)
+            console.print(
+                f"     {'':{width}}  [dim]{label}:[/] {escape(text)}", highlight=False, soft_wrap=True
+            )

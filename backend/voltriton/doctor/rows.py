@@ -15,7 +15,7 @@ STATUSES = (OK, NOTE, WARN, FAIL, SKIP)
 
 @dataclass(frozen=True)
 class Row:
-    """`status`: ok; note (worth knowing); warn (works, with a cost or a risk); fail (will not work); skip (not seen)."""
+    """`status`: ok; note: worth knowing; warn: works, with a cost or a risk; fail: will not work; skip: not seen."""
 
     check: str
     status: str
@@ -56,5 +56,13 @@ def run_check(entry: Check, box: Box) -> list[Row]:
         return [rows] if isinstance(rows, Row) else list(rows)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        return [Row(entry.name, WARN, f"the check itself failed: {text}", "a check that runs", "a fault of voltriton",
-                    "run `voltriton doctor --record DIR` and report it with the folder")]  # fmt: skip
+        return [
+            Row(
+                entry.name,
+                WARN,
+                f"the check itself failed: {text}",
+                "a check that runs",
+                "a fault of voltriton",
+                "run `voltriton doctor --record DIR` and report it with the folder",
+            )
+        ]

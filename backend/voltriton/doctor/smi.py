@@ -12,13 +12,29 @@ from xml.etree import ElementTree
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 CAPABILITIES = {
-    "Kepler": "3.x", "Maxwell": "5.x", "Pascal": "6.x", "Volta": "7.0", "Turing": "7.5", "Ampere": "8.x",
-    "Ada Lovelace": "8.9", "Hopper": "9.0", "Blackwell": "10.x or 12.x",
-}  # fmt: skip
+    "Kepler": "3.x",
+    "Maxwell": "5.x",
+    "Pascal": "6.x",
+    "Volta": "7.0",
+    "Turing": "7.5",
+    "Ampere": "8.x",
+    "Ada Lovelace": "8.9",
+    "Hopper": "9.0",
+    "Blackwell": "10.x or 12.x",
+}
 _NAMES = {
-    "V100": "Volta", "GV100": "Volta", "TITAN V": "Volta", "CMP 100": "Volta", "P100": "Pascal", "P40": "Pascal",
-    "T4": "Turing", "A100": "Ampere", "L40": "Ada Lovelace", "H100": "Hopper", "H200": "Hopper",
-}  # fmt: skip
+    "V100": "Volta",
+    "GV100": "Volta",
+    "TITAN V": "Volta",
+    "CMP 100": "Volta",
+    "P100": "Pascal",
+    "P40": "Pascal",
+    "T4": "Turing",
+    "A100": "Ampere",
+    "L40": "Ada Lovelace",
+    "H100": "Hopper",
+    "H200": "Hopper",
+}
 
 
 class SmiError(ValueError):
@@ -86,7 +102,10 @@ def parse_smi(xml: str) -> Smi:
 
 
 def _gpu(index: int, node: ElementTree.Element) -> Gpu:
-    power = next((found for tag in ("gpu_power_readings", "power_readings") if (found := node.find(tag)) is not None), None)
+    power = next(
+        (found for tag in ("gpu_power_readings", "power_readings") if (found := node.find(tag)) is not None),
+        None,
+    )
     return Gpu(
         index=index,
         name=_text(node, "product_name"),
@@ -98,11 +117,21 @@ def _gpu(index: int, node: ElementTree.Element) -> Gpu:
         mig=_text(node, "mig_mode/current_mig"),
         compute_mode=_text(node, "compute_mode"),
         ecc=_text(node, "ecc_mode/current_ecc"),
-        uncorrected_errors=_errors(node, ("double_bit/total", "sram_uncorrectable", "dram_uncorrectable",
-                                          "sram_uncorrectable_parity", "sram_uncorrectable_secded")),
+        uncorrected_errors=_errors(
+            node,
+            (
+                "double_bit/total",
+                "sram_uncorrectable",
+                "dram_uncorrectable",
+                "sram_uncorrectable_parity",
+                "sram_uncorrectable_secded",
+            ),
+        ),
         corrected_errors=_errors(node, ("single_bit/total", "sram_correctable", "dram_correctable")),
-        retired_pages=sum(_int(node, f"retired_pages/{kind}/retired_count") or 0
-                          for kind in ("multiple_single_bit_retirement", "double_bit_retirement")),
+        retired_pages=sum(
+            _int(node, f"retired_pages/{kind}/retired_count") or 0
+            for kind in ("multiple_single_bit_retirement", "double_bit_retirement")
+        ),
         retirement_pending=_text(node, "retired_pages/pending_retirement") == "Yes",
         temperature_c=_int(node, "temperature/gpu_temp"),
         slowdown_c=_int(node, "temperature/gpu_temp_slow_threshold"),
@@ -117,7 +146,7 @@ def _gpu(index: int, node: ElementTree.Element) -> Gpu:
         max_link_gen=_int(node, "pci/pci_gpu_link_info/pcie_gen/max_link_gen"),
         throttle_reasons=tuple(_throttle_reasons(node)),
         processes=tuple(_processes(node)),
-    )  # fmt: skip
+    )
 
 
 def _architecture(node: ElementTree.Element) -> str:
@@ -179,7 +208,9 @@ class Topology:
 
     @property
     def pairs(self) -> list[str]:
-        return [link for row, line in enumerate(self.links) for column, link in enumerate(line) if column > row]
+        return [
+            link for row, line in enumerate(self.links) for column, link in enumerate(line) if column > row
+        ]
 
 
 def parse_topology(text: str) -> Topology:

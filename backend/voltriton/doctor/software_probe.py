@@ -20,12 +20,19 @@ from typing import Any
 
 def main() -> None:
     facts: dict[str, Any] = {"python": sys.version.split()[0], "executable": sys.executable}
-    for name, reader in (("torch", torch_facts), ("vllm", vllm_facts), ("triton", triton_facts), ("nccl", nccl_facts)):
+    for name, reader in (
+        ("torch", torch_facts),
+        ("vllm", vllm_facts),
+        ("triton", triton_facts),
+        ("nccl", nccl_facts),
+    ):
         try:
             facts[name] = reader()
         except Exception as error:
             facts[name] = {"error": f"{type(error).__name__}: {str(error).strip()[:300]}"}
-    facts["packages"] = packages("tilelang", "flashinfer-python", "nvidia-ml-py", "numpy", "torchvision", "voltriton")
+    facts["packages"] = packages(
+        "tilelang", "flashinfer-python", "nvidia-ml-py", "numpy", "torchvision", "voltriton"
+    )
     print("\n" + json.dumps(facts))
 
 
