@@ -100,7 +100,8 @@ def test_topology_refuses_a_matrix_with_holes(text: str) -> None:
 
 def test_topology() -> None:
     found = parse_topology(
-        "\t\x1b[4mGPU0\tGPU1\tmlx5_0\tCPU Affinity\tNUMA Affinity\x1b[0m\nGPU0\t X \tNV2\tPIX\t0-9\t0\nGPU1\tNV2\t X \tSYS\t0-9\t1\nmlx5_0\tPIX\tSYS\t X \t\t\n"
+        "\t\x1b[4mGPU0\tGPU1\tmlx5_0\tCPU Affinity\tNUMA Affinity\x1b[0m\n"
+        "GPU0\t X \tNV2\tPIX\t0-9\t0\nGPU1\tNV2\t X \tSYS\t0-9\t1\nmlx5_0\tPIX\tSYS\t X \t\t\n"
     )
     assert found.pairs == ["NV2"] and found.numa_nodes == ("0", "1")
 

@@ -1,6 +1,7 @@
 """The troubles that people had with V100s and vLLM, and which check sees each.
 
-`python -m voltriton.doctor.troubles` prints the table of docs/operations.md. Where no check can see one, `unseen` says what covers it, or that nothing does.
+`python -m voltriton.doctor.troubles` prints the table of docs/operations.md.
+Where no check can see one, `unseen` says what covers it, or that nothing does.
 """
 
 from __future__ import annotations

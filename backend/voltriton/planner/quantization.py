@@ -66,12 +66,12 @@ def _from_headers(files: ModelFiles, layout: list[Weight]) -> frozenset[str]:
 def _excluded(name: str, patterns: list[str]) -> bool:
     """ModelOpt writes globs (`*self_attn*`), compressed-tensors names and `re:` expressions."""
     full = f"model.layers.0.{name}"
-    for pattern in patterns:
-        if pattern.startswith("re:"):
-            if re.match(pattern[3:], full) or re.match(pattern[3:], name):
-                return True
-        elif fnmatch.fnmatch(full, pattern) or fnmatch.fnmatch(name, pattern):
-            return True
-        elif "*" not in pattern and plain(pattern) and plain(pattern) in name:
-            return True
-    return False
+    return any(_matches(pattern, full, name) for pattern in patterns)
+
+
+def _matches(pattern: str, full: str, name: str) -> bool:
+    if pattern.startswith("re:"):
+        return bool(re.match(pattern[3:], full) or re.match(pattern[3:], name))
+    if "*" in pattern:
+        return fnmatch.fnmatch(full, pattern) or fnmatch.fnmatch(name, pattern)
+    return bool(plain(pattern)) and plain(pattern) in name

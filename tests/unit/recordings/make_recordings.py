@@ -59,7 +59,8 @@ def gpu_xml(index: int, old: bool = False, **changes: Any) -> str:
         "display_clocks_setting",
     )
     reasons = "\n".join(
-        f"\t\t\t<clocks_{reason}_reason_{name}>{'Active' if name in v['reasons'] else 'Not Active'}</clocks_{reason}_reason_{name}>"
+        f"\t\t\t<clocks_{reason}_reason_{name}>{'Active' if name in v['reasons'] else 'Not Active'}"
+        f"</clocks_{reason}_reason_{name}>"
         for name in names
     )
     processes = "\n".join(
@@ -69,11 +70,14 @@ def gpu_xml(index: int, old: bool = False, **changes: Any) -> str:
     )
     power = (
         f"\t\t<power_readings>\n\t\t\t<power_state>P0</power_state>\n\t\t\t<power_draw>41.20 W</power_draw>\n"
-        f"\t\t\t<power_limit>{v['limit']}.00 W</power_limit>\n\t\t\t<default_power_limit>{v['default']}.00 W</default_power_limit>\n"
+        f"\t\t\t<power_limit>{v['limit']}.00 W</power_limit>\n"
+        f"\t\t\t<default_power_limit>{v['default']}.00 W</default_power_limit>\n"
         "\t\t</power_readings>"
         if old
-        else f"\t\t<gpu_power_readings>\n\t\t\t<power_state>P0</power_state>\n\t\t\t<average_power_draw>N/A</average_power_draw>\n"
-        f"\t\t\t<instant_power_draw>41.20 W</instant_power_draw>\n\t\t\t<current_power_limit>{v['limit']}.00 W</current_power_limit>\n"
+        else f"\t\t<gpu_power_readings>\n\t\t\t<power_state>P0</power_state>\n"
+        "\t\t\t<average_power_draw>N/A</average_power_draw>\n"
+        f"\t\t\t<instant_power_draw>41.20 W</instant_power_draw>\n"
+        f"\t\t\t<current_power_limit>{v['limit']}.00 W</current_power_limit>\n"
         f"\t\t\t<default_power_limit>{v['default']}.00 W</default_power_limit>\n\t\t</gpu_power_readings>"
     )
     architecture = "" if old else f"\t\t<product_architecture>{v['architecture']}</product_architecture>\n"
@@ -270,7 +274,8 @@ def limits(memlock: str = "unlimited", files: str = "1048576") -> str:
 
 def df(total_kib: int, free_kib: int) -> str:
     used = total_kib - free_kib
-    return f"Filesystem     1024-blocks  Used Available Capacity Mounted on\ntmpfs            {total_kib} {used}  {free_kib}       1% /dev/shm\n"
+    head = "Filesystem     1024-blocks  Used Available Capacity Mounted on\n"
+    return f"{head}tmpfs            {total_kib} {used}  {free_kib}       1% /dev/shm\n"
 
 
 def cpuinfo(count: int) -> str:
@@ -290,7 +295,7 @@ def pci(count: int) -> dict[str, str]:
 
 DMESG = "[    0.000000] Linux version 6.1.0\n[    5.100000] NVRM: loading NVIDIA UNIX x86_64 Kernel Module\n"
 BRIDGE = (
-    "3a:00.0 PCI bridge: PLX Technology, Inc. PEX 8747 48-Lane, 5-Port PCI Express Gen 3 Switch (prog-if 00 [Normal decode])\n"
+    "3a:00.0 PCI bridge: PLX Technology, Inc. PEX 8747 48-Lane, 5-Port PCIe Gen 3 Switch (prog-if 00 [Normal decode])\n"
     "\tCapabilities: [f24 v1] Access Control Services\n"
     "\t\tACSCap:\tSrcValid+ TransBlk+ ReqRedir+ CmpltRedir+ UpstreamFwd+ EgressCtrl+ DirectTrans+\n"
     "\t\tACSCtl:\tSrcValid{0} TransBlk- ReqRedir{0} CmpltRedir{0} UpstreamFwd{0} EgressCtrl- DirectTrans-\n"
@@ -383,7 +388,7 @@ def pcie_box() -> Box:
         ["SYS", "SYS", "X", "PHB"],
         ["SYS", "SYS", "PHB", "X"],
     ]
-    xid = "[  812.000001] NVRM: Xid (PCI:0000:1a:00): 62, pid=4242, name=VLLM::Worker_TP0, 2108(2124) 00000000 00000000\n"
+    xid = "[  812.000001] NVRM: Xid (PCI:0000:1a:00): 62, pid=4242, name=VLLM::Worker_TP0, 2108(2124)\n"
     files = (
         healthy_files(64)
         | pci(4)
@@ -472,7 +477,8 @@ def wsl2() -> Box:
 def broken_driver() -> Box:
     """After a kernel update: cards on the bus, no module."""
     said = (
-        "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that the latest NVIDIA driver is "
+        "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. "
+        "Make sure that the latest NVIDIA driver is "
         "installed and running.\n\n"
     )
     commands = {
