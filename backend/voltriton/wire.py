@@ -51,6 +51,8 @@ class Generation:
     wants: list[str] = field(default_factory=list)
     priority: int = 0
     timeout_ms: int | None = None
+    # Answer with the prompt's token ids instead of generating.
+    render_only: bool = False
 
     def frame(self) -> list[Any]:
         return ["submit", asdict(self)]

@@ -139,6 +139,9 @@ class Service:
         sequences = params.get("n", 1) * max(1, len(generation.prompts or []))
         with self._admitted(sequences):
             prompts = await self._engine.render(generation)
+            if generation.render_only:
+                self._emit_prompts(generation, prompts)
+                return
             each = [self._params_for(prompt, params, generation) for prompt in prompts]
             self._admit_tokens(sum(len(prompt.token_ids) for prompt in prompts))
             await self._generate(generation, prompts, each, began)
@@ -240,6 +243,15 @@ class Service:
             self.waiting_tokens -= waiting
             # Closing the generator is what tells the engine to abort.
             await stream.aclose()  # type: ignore[attr-defined]
+
+    def _emit_prompts(self, generation: Generation, prompts: list[Prompt]) -> None:
+        for i, prompt in enumerate(prompts):
+            ids = prompt.token_ids
+            self._emit(
+                Delta(
+                    generation.key, i, num_tokens=len(ids), token_ids=ids, finish_reason="stop", final=i == len(prompts) - 1
+                )
+            )
 
     async def _embed(self, generation: Generation) -> None:
         self._check_task("embed")

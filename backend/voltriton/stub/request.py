@@ -118,8 +118,11 @@ def parse(request: Any, key: int, pb_utils: Any) -> Parsed:
     generation.images = read.texts("image") or []
     generation.priority = int(read.one("priority") or 0)
     generation.timeout_ms = _timeout(read)
+    generation.render_only = read.flag("render_only", False)
     generation.wants = [name for name in ASKABLE if read.flag(f"return_{name}", False)]
     generation.sampling = _sampling(read, request)
+    if generation.render_only:
+        generation.wants = ["token_ids", "num_output_tokens"]
     return Parsed(generation, _prefixes(read, source, generation))
 
 
