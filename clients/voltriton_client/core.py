@@ -17,6 +17,7 @@ from voltriton_client.errors import (
     Unavailable,
     VoltritonError,
     from_rpc,
+    is_of_contract,
     nothing_was_sent,
 )
 from voltriton_client.request import DEFAULT_MODEL, Request, to_grpc
@@ -26,6 +27,7 @@ from voltriton_client.types import ModelInfo, Result
 # The server's own answer to a passed deadline says more than gRPC's, so it is given this much longer.
 DEADLINE_GRACE_S = 2.0
 RETRY_PAUSE_S = 0.2
+_LOST_CODES = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "ABORTED")
 _LOST = (
     "Socket closed",
     "Connection reset",
@@ -34,7 +36,7 @@ _LOST = (
     "Broken pipe",
     "recvmsg",
     "ping timeout",
-    "EOF",
+    "Cancelling all calls",
 )
 
 
@@ -66,7 +68,8 @@ def stream_failure(error: Any, target: Target, request: Request, reader: Respons
         return DeadlineExceeded(
             f"no end of the answer within {request.timeout_s} s (timeout_s)", request.request_id
         )
-    lost = code in ("UNAVAILABLE", "INTERNAL", "UNKNOWN") and any(word in details for word in _LOST)
+    words_of_transport = reader.started and not is_of_contract(details)
+    lost = code in _LOST_CODES and (words_of_transport or any(word in details for word in _LOST))
     if lost and not nothing_was_sent(code, details):
         try:
             reader.end(f"the connection to {target.address} was lost")

@@ -156,6 +156,12 @@ def from_text(text: str, request_id: str = "", code: str = "INTERNAL") -> Voltri
     return BY_CODE.get(code, Internal)(text or f"the server gave the code {code} and no text", request_id)
 
 
+def is_of_contract(text: str) -> bool:
+    """Whether a text begins with one of the contract's codes, so that the service wrote it."""
+    match = _CODE.match(text)
+    return bool(match and match.group(1) in BY_CODE)
+
+
 def _unknown_model(match: re.Match[str], request_id: str) -> VoltritonError:
     model, rest = match.groups()
     if "no available versions" in rest or "not ready" in rest:
@@ -198,7 +204,11 @@ def connection_failure(details: str, address: str) -> ConnectionFailed | None:
         )
     if "WRONG_VERSION_NUMBER" in details:
         return CertificateFailed(f"{address} does not speak TLS: leave out --tls, or give the TLS port")
-    if "andshake" in details or "CERTIFICATE" in details:
+    if "SETTINGS frame" in details:
+        return ConnectionFailed(
+            f"{address} takes the connection and gives no answer: no gRPC server, or one that hangs"
+        )
+    if any(word in details for word in ("andshake", "CERTIFICATE", "Hostname Verification")):
         return CertificateFailed(
             f"TLS with {address} failed ({_tls_reason(details)}): check the CA file (--tls-ca), that the "
             "certificate names this host, and the dates"

@@ -192,7 +192,7 @@ def _check(response: httpx.Response) -> None:
     try:
         text = str(json.loads(text)["error"])
     except (ValueError, KeyError, TypeError):
-        text = " ".join(text.split())[:200] or f"HTTP status {response.status_code}"
+        text = f"HTTP status {response.status_code}: {' '.join(text.split())[:200]}"
     code = _BY_STATUS.get(response.status_code, "INTERNAL")
     if code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
         raise Unauthenticated(f"the server refuses the key: {text}")
