@@ -69,7 +69,7 @@ class Talk:
         self._messages = [{"role": "system", "content": system}] if system else []
 
     def once(self, text: str) -> int:
-        if not text:
+        if not text.strip():
             raise InvalidArgument("nothing to answer: the message is empty")
         return 130 if self.answer(text) is None else 0
 

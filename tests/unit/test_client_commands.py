@@ -1,0 +1,396 @@
+"""The commands as a person or a script uses them."""
+
+from __future__ import annotations
+
+import http.server
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kserve import FakeServer, Model
+from voltriton.cli import main as voltriton
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _default_server(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.asked.clear()
+    monkeypatch.setenv("VOLTRITON_SERVER", server.address)
+    monkeypatch.delenv("VOLTRITON_API_KEY", raising=False)
+
+
+def last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+def test_generate_prints_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert voltriton(["generate", "one two three", "-n", "2"]) == 0
+    assert capsys.readouterr().out == "one two \n"
+
+
+def test_generate_sends_what_was_asked(server: FakeServer) -> None:
+    options = [
+        "-n",
+        "5",
+        "-t",
+        "0.5",
+        "--seed",
+        "7",
+        "--stop",
+        "x",
+        "--stop",
+        "y",
+        "--sampling",
+        '{"top_k": 3}',
+    ]
+    assert voltriton(["generate", "a", *options, "--timeout", "9"]) == 0
+    wanted = {"max_tokens": 5, "temperature": 0.5, "seed": 7, "stop": ["x", "y"], "top_k": 3}
+    assert server.asked[-1].sampling == wanted
+    assert server.asked[-1]["timeout_ms"] == 9000
+
+
+def test_generate_as_json_from_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("用 聪明"))
+    assert voltriton(["generate", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert (body["text"], body["finish_reason"], body["completion_tokens"]) == ("用 聪明", "stop", 2)
+    assert body["total_s"] >= body["first_token_s"] > 0
+
+
+def test_generate_chat_form(server: FakeServer) -> None:
+    assert voltriton(["generate", "--chat", "hello"]) == 0
+    assert json.loads(server.asked[-1]["messages"]) == [{"role": "user", "content": "hello"}]
+
+
+def test_generate_a_file_in_order_and_its_failures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompts"
+    file.write_text("!late 0.1 first\n!error UNAVAILABLE full\n\nthird\n")
+    assert voltriton(["generate", "--file", str(file), "--json"]) == 1
+    out, err = capsys.readouterr()
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["number"] for line in lines] == [0, 1, 2]
+    assert [line.get("text") for line in lines] == ["first", None, "third"]
+    assert lines[1]["error"] == {"code": "UNAVAILABLE", "message": "full"}
+    assert err == "voltriton generate: 1 of 3 prompts failed\n"
+
+
+def test_generate_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"two\\nlines"\n{"prompt": "object"}\n')
+    assert voltriton(["generate", "-f", str(file), "--json"]) == 0
+    assert [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()] == [
+        "two\nlines",
+        "object",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (
+            ["generate", "!error INVALID_ARGUMENT top_p: got 2"],
+            "voltriton generate: INVALID_ARGUMENT: top_p: got 2",
+        ),
+        (["generate", "!cut 2"], "voltriton generate: UNAVAILABLE: answer cut after 2 tokens"),
+        (["generate", "x", "-m", "nope"], "voltriton generate: NOT_FOUND: the server has no model 'nope'"),
+        (["generate", "x", "--sampling", "{"], "--sampling: no JSON"),
+        (["generate", "x", "--sampling", "[]"], "--sampling: got list, allowed: a JSON object"),
+        (["generate", "-f", "/no/such"], "/no/such: No such file"),
+        (["generate", "-f", "/dev/null"], "/dev/null: holds no prompt"),
+        (["generate", "x", "-f", "y"], "a prompt or --file, not both"),
+        (["generate", "x", "--server", "nonsense"], "HOST:PORT"),
+        (["generate", "x", "--tls-ca", "/no/ca"], "/no/ca"),
+        (["generate", "x", "--api-key-file", "/no/key"], "/no/key"),
+        (["chat", "!error UNAVAILABLE full"], "voltriton chat: UNAVAILABLE: full"),
+        (["chat", " "], "the message is empty"),
+        (["models", "--server", "127.0.0.1:1", "--connect-timeout", "0.1"], "nothing answers at 127.0.0.1:1"),
+    ],
+)
+def test_failures_are_one_line_and_status_1(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert voltriton(argv) == 1
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argv", [["generate", "x", "-n", "0"], ["generate", "--nonsense"], ["chat", "--timeout", "-1"]]
+)
+def test_wrong_usage_is_status_2(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        voltriton(argv)
+    assert caught.value.code == 2
+
+
+def test_key_from_file_and_environment(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "key").write_text("from-file\n")
+    monkeypatch.setenv("VOLTRITON_API_KEY", "from-env")
+    assert voltriton(["generate", "x"]) == 0
+    assert server.metadata[-1]["authorization"] == "Bearer from-env"
+    assert voltriton(["generate", "x", "--api-key-file", str(tmp_path / "key")]) == 0
+    assert server.metadata[-1]["authorization"] == "Bearer from-file"
+
+
+def test_wait_for_a_model_that_loads(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.models["late"] = Model(state="LOADING")
+    assert voltriton(["generate", "x", "-m", "late"]) == 1
+    assert "not ready" in capsys.readouterr().err
+    threading.Timer(0.3, lambda: server.models.update(late=Model())).start()
+    assert voltriton(["generate", "x", "-m", "late", "--wait", "5"]) == 0
+    del server.models["late"]
+
+
+def test_chat_answers_arguments_and_pipes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert voltriton(["chat", "--system", "short", "hello", "there"]) == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
+    assert voltriton(["chat"]) == 0
+    assert capsys.readouterr() == ("hello there\nfrom a pipe\n", "")
+
+
+def test_chat_shows_numbers_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert voltriton(["chat", "--stats", "!slow", "0.01", "a", "b", "c"]) == 0
+    err = capsys.readouterr().err
+    assert "3 tokens in" in err and "tok/s" in err and "first after" in err
+
+
+def test_models_as_table_and_json(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.models["broken"] = Model(state="UNAVAILABLE", reason="no such folder")
+    assert voltriton(["models"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["MODEL", "VERSION", "STATE"]
+    assert ["broken", "1", "UNAVAILABLE", "no", "such", "folder"] in [line.split() for line in lines]
+    assert voltriton(["models", "--json"]) == 0
+    assert {"name": "vllm", "version": "1", "state": "READY", "reason": ""} in json.loads(
+        capsys.readouterr().out
+    )
+    del server.models["broken"]
+
+
+METRICS = """# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{model="vllm",version="1"} 3
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{model="vllm",version="1"} 1
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{model="vllm",version="1"} 0.25
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{model="vllm",version="1"} 1200
+"""
+
+
+@pytest.fixture
+def metrics_address() -> Iterator[str]:
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(METRICS.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as page:
+        thread = threading.Thread(target=page.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{page.server_port}"
+        page.shutdown()
+        thread.join()
+
+
+def test_status_well(metrics_address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "serve.json").write_text(json.dumps({"pid": os.getpid(), "restarts": 2}))
+    (tmp_path / "half.json").write_text('{"pid"')
+    argv = ["status", "--metrics", metrics_address, "--run-dir", str(tmp_path)]
+    assert voltriton(argv) == 0
+    out, err = capsys.readouterr()
+    assert "live, ready" in out and "READY" in out and "restarts 2" in out and err == ""
+    assert "engine vllm: running 3, waiting 1, kv_cache_use 25.0%, generation_tokens 1200" in out
+    assert voltriton([*argv, "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["engine"]["vllm"] == {
+        "running": 3,
+        "waiting": 1,
+        "kv_cache_use": 0.25,
+        "generation_tokens": 1200,
+    }
+    assert body["supervisor"] == [{"pid": os.getpid(), "restarts": 2, "alive": True}]
+    assert body["problems"] == []
+
+
+def test_status_unwell(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server.models["vllm"].state, server.models["vllm"].reason = "UNAVAILABLE", "engine died"
+    server.refuse_ready = True
+    try:
+        assert voltriton(["status", "--metrics", "127.0.0.1:1", "--run-dir", str(tmp_path)]) == 1
+    finally:
+        server.models["vllm"].state, server.models["vllm"].reason = "READY", ""
+        server.refuse_ready = False
+    out, err = capsys.readouterr()
+    assert "not ready" in out and "no metrics at 127.0.0.1:1" in out
+    assert "model 'vllm' is UNAVAILABLE: engine died" in err
+
+
+def test_status_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [
+        "status",
+        "--server",
+        "127.0.0.1:1",
+        "--connect-timeout",
+        "0.1",
+        "--run-dir",
+        str(tmp_path),
+        "--json",
+    ]
+    assert voltriton(argv) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["live"] is False
+    assert "nothing answers" in err
+
+
+def command(*argv: str) -> list[str]:
+    return [sys.executable, "-W", "error", "-m", "voltriton.cli", *argv]
+
+
+def test_closed_pipe_is_no_failure() -> None:
+    with subprocess.Popen(
+        command("generate", "!long"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout and process.stderr
+        process.stdout.read(5)
+        process.stdout.close()
+        assert process.wait(20) == 0
+        assert process.stderr.read() == b""
+
+
+def test_ctrl_c_ends_generate_and_cancels(server: FakeServer) -> None:
+    server.cancelled.clear()
+    with subprocess.Popen(
+        command("generate", "!long"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout and process.stderr
+        process.stdout.read(5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        assert process.stderr.read() == b""
+    wait_for(lambda: server.cancelled)
+
+
+class Terminal:
+    """A program on a pseudo-terminal: `say` types, `until` reads."""
+
+    def __init__(self, argv: list[str]) -> None:
+        self.master, slave = pty.openpty()
+        # Ctrl-C is a signal only where the terminal is the session's own.
+        take = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+        launcher = [sys.executable, "-c", take, *argv]
+        self.process = subprocess.Popen(
+            launcher, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+        )
+        os.close(slave)
+        self.seen = ""
+
+    def say(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def until(self, word: str, timeout_s: float = 20) -> str:
+        """What came up to and with the word; it is then forgotten."""
+        deadline = time.monotonic() + timeout_s
+        while word not in self.seen:
+            ready, _, _ = select.select([self.master], [], [], max(0, deadline - time.monotonic()))
+            assert ready, f"no {word!r} in {self.seen!r}"
+            try:
+                self.seen += os.read(self.master, 65536).decode(errors="replace")
+            except OSError:
+                raise AssertionError(f"ended without {word!r}: {self.seen!r}") from None
+        head, _, self.seen = self.seen.partition(word)
+        return head + word
+
+    def close(self) -> int:
+        try:
+            return self.process.wait(20)
+        finally:
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait()
+            os.close(self.master)
+
+
+def test_a_talk_on_a_terminal(server: FakeServer) -> None:
+    """History, /reset, /system, Ctrl-C that stops the answer and not the program, a failure that does neither."""
+    server.cancelled.clear()
+    talk = Terminal(command("chat", "--system", "be kind"))
+    try:
+        talk.until("> ")
+        talk.say("hello you\n")
+        talk.until("tokens in")
+        talk.say("again\n")
+        talk.until("tokens in")
+        assert [m["content"] for m in messages(server)] == ["be kind", "hello you", "hello you", "again"]
+        talk.say("!long\n")
+        talk.until("tick tick")
+        talk.say("\x03")
+        talk.until("[stopped]")
+        wait_for(lambda: server.cancelled)
+        talk.until("> ")
+        talk.say("!error UNAVAILABLE full\n")
+        talk.until("UNAVAILABLE: full")
+        talk.say("/reset\n")
+        talk.until("forgotten")
+        talk.say("new\n")
+        talk.until("tokens in")
+        assert [m["content"] for m in messages(server)] == ["be kind", "new"]
+        talk.say("/system terse\n")
+        talk.until("system prompt set")
+        talk.say("other\n")
+        talk.until("tokens in")
+        assert [m["content"] for m in messages(server)] == ["terse", "other"]
+        talk.say("/what\n")
+        talk.until("no order /what")
+        talk.say("/exit\n")
+    finally:
+        assert talk.close() == 0
+
+
+def messages(server: FakeServer) -> list[dict[str, Any]]:
+    return list(json.loads(server.asked[-1]["messages"]))
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 5) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
+
+
+def test_progress_bar_on_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text("a\nb\n")
+    run = Terminal(command("generate", "-f", str(tmp_path / "prompts")))
+    try:
+        run.until("2/2")
+    finally:
+        assert run.close() == 0
