@@ -188,7 +188,15 @@ def _unpack(layout: Layout) -> None:
 def _make_stub_env(layout: Layout) -> None:
     shutil.rmtree(layout.stub_env, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(layout.stub_env)], check=True)
-    pip("install", "--no-deps", "--only-binary=:all:", "--no-compile", "--target", str(_site(layout)), STUB_NUMPY)
+    pip(
+        "install",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-compile",
+        "--target",
+        str(_site(layout)),
+        STUB_NUMPY,
+    )
     (layout.stub_env / "done").touch()
 
 
@@ -210,7 +218,11 @@ def _site(layout: Layout) -> Path:
 
 def _copy(source: Path, target: Path) -> None:
     """Only where the content differs, and by renaming: a server that runs is not disturbed."""
-    if target.is_file() and not target.is_symlink() and digest(target.read_bytes()) == digest(source.read_bytes()):
+    if (
+        target.is_file()
+        and not target.is_symlink()
+        and digest(target.read_bytes()) == digest(source.read_bytes())
+    ):
         return
     fresh = target.with_suffix(".new")
     shutil.copyfile(source, fresh)

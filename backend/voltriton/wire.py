@@ -93,6 +93,11 @@ class Delta:
         return row
 
 
+def is_counter(name: str) -> bool:
+    """Whether a Prometheus sample of this name only grows (a histogram is three such series)."""
+    return name.endswith(("_total", "_bucket", "_sum", "_count"))
+
+
 def encode(frame: list[Any]) -> bytes:
     """A frame as bytes, its length in front. ValueError where a value is not JSON (NaN, say)."""
     body = json.dumps(frame, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(

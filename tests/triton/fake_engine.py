@@ -92,7 +92,12 @@ class FakeEngine:
                 task.cancel()
 
     async def _sequence(
-        self, index: int, generation: Generation, prompt: Prompt, params: dict[str, Any], queue: asyncio.Queue[Any]
+        self,
+        index: int,
+        generation: Generation,
+        prompt: Prompt,
+        params: dict[str, Any],
+        queue: asyncio.Queue[Any],
     ) -> None:
         try:
             whole = Delta(key=0, index=index, token_ids=[], logprobs=[])
@@ -205,7 +210,9 @@ def _merge(whole: Delta, delta: Delta) -> None:
     whole.text += delta.text
     whole.num_tokens += delta.num_tokens
     whole.token_ids = (whole.token_ids or []) + (delta.token_ids or [])
-    whole.logprobs = (whole.logprobs or []) + (delta.logprobs or []) if delta.logprobs else whole.logprobs or None
+    whole.logprobs = (
+        (whole.logprobs or []) + (delta.logprobs or []) if delta.logprobs else whole.logprobs or None
+    )
     whole.cumulative_logprob = delta.cumulative_logprob
     whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
     whole.extra = {**(whole.extra or {}), **(delta.extra or {})} or None

@@ -14,6 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from voltriton.processes import command_line, descendants
 from voltriton.triton import Layout, compose, default_root
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,14 +37,25 @@ def fake_repository(folder: Path, settings: dict[str, Any] | None = None, **engi
 
 
 def write_model(folder: Path, settings: dict[str, Any] | None = None, **engine_args: Any) -> None:
-    model = {"model": "fake", **engine_args, "voltriton": {"engine": FAKE, "stop_timeout_s": 3, **(settings or {})}}
+    model = {
+        "model": "fake",
+        **engine_args,
+        "voltriton": {"engine": FAKE, "stop_timeout_s": 3, **(settings or {})},
+    }
     (folder / "vllm" / "1" / "model.json").write_text(json.dumps(model))
 
 
 class Server:
     """`with Server(repository) as server:` is ready inside, and gone without a trace after."""
 
-    def __init__(self, repository: Path, log: Path, *options: str, env: dict[str, str] | None = None, ready_s: float = 60):
+    def __init__(
+        self,
+        repository: Path,
+        log: Path,
+        *options: str,
+        env: dict[str, str] | None = None,
+        ready_s: float = 60,
+    ):
         self.http, self.grpc, self.metrics = free_ports(3)
         self.log = log
         layout = Layout(default_root())
@@ -70,7 +82,12 @@ class Server:
     def __enter__(self) -> Server:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=self._env, start_new_session=True
+                self._command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self._env,
+                start_new_session=True,
             )
         try:
             wait_for(lambda: self.ready() or self._ended(), self._ready_s, "the server to be ready")
@@ -82,7 +99,9 @@ class Server:
     def _ended(self) -> bool:
         assert self.process is not None
         if self.process.poll() is not None:
-            raise RuntimeError(f"tritonserver ended with {self.process.returncode}:\n{self.log_text()[-3000:]}")
+            raise RuntimeError(
+                f"tritonserver ended with {self.process.returncode}:\n{self.log_text()[-3000:]}"
+            )
         return False
 
     def __exit__(self, *exc: object) -> None:
@@ -127,7 +146,9 @@ class Server:
         total = 0.0
         for line in self.get("/metrics", self.metrics)[1].splitlines():
             head, _, value = line.rpartition(" ")
-            if (head == name or head.startswith(name + "{")) and all(f'{k}="{v}"' in head for k, v in labels.items()):
+            if (head == name or head.startswith(name + "{")) and all(
+                f'{k}="{v}"' in head for k, v in labels.items()
+            ):
                 total += float(value)
         return total
 
@@ -162,38 +183,6 @@ def wait_for(condition: Any, timeout_s: float, what: str) -> Any:
             raise AssertionError(f"waited {timeout_s:g} s for {what}")
         time.sleep(0.02)
     return value
-
-
-def descendants(pid: int) -> list[int]:
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if fields[0] != "Z":
-                parents.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, todo = [], [pid]
-    while todo:
-        below = parents.get(todo.pop(), [])
-        found += below
-        todo += below
-    return found
-
-
-def command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def shm_files() -> set[str]:

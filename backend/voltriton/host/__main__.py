@@ -7,25 +7,17 @@ because the socket ends.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import socket
 import sys
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def die_with(parent: int) -> None:
-    """SIGKILL when the parent's creating thread ends; at once where that has happened already."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit(f"voltriton host: the parent {parent} is gone")
+from voltriton.processes import die_with_parent
 
 
 def main() -> None:
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
-    die_with(parent)
+    die_with_parent(parent)()
     # Ctrl-C is the server's to handle; it stops us by a frame.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from voltriton.host.main import run

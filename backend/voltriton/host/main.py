@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import importlib
 import importlib.util
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -113,10 +114,15 @@ def one_line(error: BaseException) -> str:
     return " ".join(text.split())
 
 
-async def serve(connection: Connection, frames: AsyncIterator[list[Any]], engine: Engine, model: ModelSettings) -> int:
+async def serve(
+    connection: Connection, frames: AsyncIterator[list[Any]], engine: Engine, model: ModelSettings
+) -> int:
     service = Service(engine, model.settings, connection.send)
     connection.send(["ready", {"about": engine.info.about, "max_model_len": engine.info.max_model_len}])
     watch = Watch(engine, service, model.settings.stuck_timeout_s)
+    asyncio.get_running_loop().add_signal_handler(
+        signal.SIGUSR1, lambda: service.start_drain(model.settings.drain_grace_s)
+    )
     tasks = [
         asyncio.create_task(report(connection, engine)),
         asyncio.create_task(read(frames, service)),

@@ -42,6 +42,7 @@ class Service:
         self._outbox: list[list[Any]] = []
         self._flushing = False
         self._draining = False
+        self._closing: asyncio.Task[None] | None = None
         # Sequences that were admitted and have not ended, and prompt tokens still without a first token.
         self.open_sequences = 0
         self.waiting_tokens = 0
@@ -73,12 +74,18 @@ class Service:
     def drain(self) -> None:
         self._draining = True
 
+    def start_drain(self, grace_s: float) -> None:
+        """Refuses new requests at once; what is still open after the grace is ended with an error."""
+        if not self._draining:
+            self.drain()
+            self._closing = asyncio.get_running_loop().create_task(self.finish(grace_s))
+
     async def finish(self, grace_s: float) -> None:
         """Lets open requests end by themselves for so long, then ends them."""
         self.drain()
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=grace_s)
-        self.fail_all(Unavailable(f"the model is being unloaded and the grace of {grace_s:g} s is over"))
+        self.fail_all(Unavailable(f"the model is being stopped and its grace of {grace_s:g} s is over"))
         if self._tasks:
             await asyncio.wait(list(self._tasks.values()), timeout=5.0)
 
@@ -249,7 +256,12 @@ class Service:
             ids = prompt.token_ids
             self._emit(
                 Delta(
-                    generation.key, i, num_tokens=len(ids), token_ids=ids, finish_reason="stop", final=i == len(prompts) - 1
+                    generation.key,
+                    i,
+                    num_tokens=len(ids),
+                    token_ids=ids,
+                    finish_reason="stop",
+                    final=i == len(prompts) - 1,
                 )
             )
 

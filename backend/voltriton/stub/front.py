@@ -134,6 +134,7 @@ class Front:
         elif frame[0] == "ended":
             self._end(frame[1], from_name(frame[2], frame[3]))
         elif frame[0] == "stats":
+            self._metrics.gauge(names.OPEN, float(len(self._live)))
             self._metrics.take(frame[1])
 
     def _on_deltas(self, rows: list[list[Any]]) -> None:

@@ -12,21 +12,21 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
+from voltriton.wire import is_counter
+
 # The official backend's name for the inter-token latency, which vLLM itself has given up.
 ALIASES = {"vllm:inter_token_latency_seconds": "vllm:time_per_output_token_seconds"}
 
 OUTCOMES = "voltriton:requests_total"
 RESTARTS = "voltriton:engine_restarts_total"
 ENGINE_UP = "voltriton:engine_up"
+OPEN = "voltriton:requests_open"
 HELP = {
     OUTCOMES: "Requests by outcome",
     RESTARTS: "Times the engine was started again after it had died",
+    OPEN: "Requests that have not been answered to the end",
     ENGINE_UP: "1 while the engine answers, 0 while it is down or being started again",
 }
-
-
-def is_counter(name: str) -> bool:
-    return name.endswith(("_total", "_bucket", "_sum", "_count"))
 
 
 class Metrics:

@@ -15,7 +15,7 @@ from voltriton.host.vllm_engine.chat_output import ChatOutput, make_chat_output
 from voltriton.host.vllm_engine.info import describe
 from voltriton.host.vllm_engine.outputs import client_error, deltas, generate_error
 from voltriton.settings import ModelSettings
-from voltriton.wire import Delta, Generation
+from voltriton.wire import Delta, Generation, is_counter
 
 # No token of a known vocabulary is longer; used only to refuse a hopeless prompt before tokenising it.
 MAX_CHARS_PER_TOKEN = 512
@@ -30,6 +30,7 @@ class VllmEngine:
         self._settings = model.settings
         self._loras = _lora_requests(model.loras)
         self.info = describe(llm, model)
+        self._baseline: dict[tuple[str, str], float] = {}
 
     @classmethod
     async def start(cls, model: ModelSettings) -> VllmEngine:
@@ -44,6 +45,10 @@ class VllmEngine:
             await llm.get_supported_tasks()
             engine = cls(llm, beat, model)
             await engine._warm_up()
+            # The warm-up is no client's: counters begin after it.
+            engine._baseline = {
+                (n, str(labels)): v for n, labels, v in engine._raw_samples() if is_counter(n)
+            }
         except BaseException:
             llm.shutdown(timeout=5.0)
             raise
@@ -232,6 +237,11 @@ class VllmEngine:
         )
 
     def samples(self) -> Iterable[tuple[str, dict[str, str], float]]:
+        for name, labels, value in self._raw_samples():
+            yield name, labels, value - self._baseline.get((name, str(labels)), 0.0)
+
+    @staticmethod
+    def _raw_samples() -> Iterable[tuple[str, dict[str, str], float]]:
         from prometheus_client import REGISTRY
 
         for metric in REGISTRY.collect():

@@ -81,7 +81,7 @@ def client_error(error: Any) -> InvalidArgument | Unavailable:
 
     if isinstance(error, QueueOverflowError | MaxQueuedTokensError):
         return Unavailable(f"overloaded: {error}")
-    return InvalidArgument(f"request: {error}")
+    return InvalidArgument(f"request: {' '.join(str(error).split())}")
 
 
 def generate_error(error: BaseException) -> Exception:

@@ -1,0 +1,47 @@
+"""`voltriton drain`: new requests are refused, open ones may finish. For a preStop hook: SIGTERM comes after it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from voltriton.triton import Layout, default_root
+
+
+def main(argv: list[str]) -> int:
+    """0 when no request is open any more, 1 when some are after the timeout or nothing is being served."""
+    parser = argparse.ArgumentParser(prog="voltriton drain", description=__doc__)
+    parser.add_argument("--root", type=Path, default=default_root())
+    parser.add_argument("--timeout-s", type=float, default=60.0)
+    args = parser.parse_args(argv)
+    state = Layout(args.root).run / "serve.json"
+    try:
+        status = json.loads(state.read_text())
+        os.kill(status["pid"], signal.SIGUSR1)
+    except (OSError, ValueError, KeyError):
+        print(f"voltriton drain: no `voltriton serve` runs with {state}", file=sys.stderr)
+        return 1
+    deadline = time.monotonic() + args.timeout_s
+    # The stubs report once a second: the first numbers after the drain began.
+    time.sleep(min(1.5, args.timeout_s))
+    while (open_now := _open(status["metrics"])) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if open_now:
+        print(
+            f"voltriton drain: {open_now} requests are still open after {args.timeout_s:g} s", file=sys.stderr
+        )
+        return 1
+    print("drained: no request is open")
+    return 0
+
+
+def _open(metrics: str) -> int:
+    with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=5) as response:
+        lines = response.read().decode().splitlines()
+    return sum(int(float(x.rpartition(" ")[2])) for x in lines if x.startswith("voltriton:requests_open{"))
