@@ -83,21 +83,27 @@ def nvfp4_layers(model: nn.Module) -> Iterator[Layer]:
         block = tensors.get("w13_weight_scale" if experts else "weight_scale")
         if not (experts or linear) or block is None or block.dtype != torch.float8_e4m3fn:
             continue
-        wanted = _expert_scale_names(module) if experts else _linear_scale_names()
+        wanted = _expert_scale_names(module) if experts else _linear_scale_names(module)
         scales = {name: tensors[name] for name in wanted if name in tensors}
         parts = tuple(mapping.get(path.rpartition(".")[2], ()))
         yield Layer(path, module, scales, parts, experts)
 
 
-def _linear_scale_names() -> tuple[str, ...]:
-    return ("weight_scale", *LINEAR_GLOBAL, *INPUT_SCALES)
+def _linear_scale_names(module: nn.Module) -> tuple[str, ...]:
+    names = ("weight_scale", *LINEAR_GLOBAL)
+    return names if _is_weight_only(module) else (*names, *INPUT_SCALES)
 
 
 def _expert_scale_names(module: nn.Module) -> tuple[str, ...]:
-    """Weight-only experts have input scales too, but no checkpoint fills them."""
-    weight_only = bool(getattr(getattr(module, "quant_method", None), "use_a16", False))
     names = ("w13_weight_scale", "w2_weight_scale", *EXPERT_GLOBAL)
-    return names if weight_only else (*names, *EXPERT_INPUT_SCALES)
+    return names if _is_weight_only(module) else (*names, *EXPERT_INPUT_SCALES)
+
+
+def _is_weight_only(module: nn.Module) -> bool:
+    """Such layers may have input scales too (for old exports), which no checkpoint needs to fill."""
+    method = getattr(module, "quant_method", None)
+    spec = getattr(method, "spec", None)  # ModelOptLinearMethod
+    return bool(getattr(method, "use_a16", False)) or (spec is not None and spec.activation is None)
 
 
 def _check_groups(layer: Layer) -> None:

@@ -1,0 +1,67 @@
+"""Prompt logits and greedy tokens of checkpoints, by vLLM on the CPU or by Hugging Face as the reference.
+
+usage: logits.py vllm|hf OUT.pt JSON MODEL...     JSON: engine arguments (vllm only)
+Writes a list, one entry a model: {"logits": [positions, vocabulary], "tokens": [prompts, new tokens]}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+PROMPTS = [
+    "hello world",
+    "this is a test of the tokenizer, once more with feeling",
+    "a b c d e f g",
+    "zebra ?",
+]
+NEW_TOKENS = 24
+
+
+def vllm(model: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    from vllm import LLM, SamplingParams
+
+    fixed = {"max_model_len": 256, "enforce_eager": True, "max_logprobs": -1, "seed": 0}
+    llm = LLM(model, logprobs_mode="raw_logits", enable_prefix_caching=False, **(fixed | arguments))
+    wanted = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, prompt_logprobs=-1)
+    answers = llm.generate(PROMPTS, wanted, use_tqdm=False)
+    rows = [[d[i].logprob for i in range(len(d))] for a in answers for d in a.prompt_logprobs[1:]]
+    return {"logits": torch.tensor(rows), "tokens": [list(a.outputs[0].token_ids) for a in answers]}
+
+
+def hf(model: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    logits, tokens = [], []
+    with torch.inference_mode():
+        for prompt in PROMPTS:
+            ids = tokenizer(prompt)["input_ids"]
+            logits.append(network(torch.tensor([ids])).logits[0, :-1].float())
+            sequence = list(ids)
+            for _ in range(NEW_TOKENS):
+                sequence.append(int(network(torch.tensor([sequence])).logits[0, -1].argmax()))
+            tokens.append(sequence[len(ids) :])
+    return {"logits": torch.cat(logits), "tokens": tokens}
+
+
+def main() -> None:
+    kind, out, arguments, *models = sys.argv[1:]
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    if json.loads(arguments).get("tensor_parallel_size", 1) > 1:
+        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    else:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import torch
+
+    run = {"vllm": vllm, "hf": hf}[kind]
+    torch.save([run(model, json.loads(arguments)) for model in models], out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What the plugin thinks of a device."""
+
+import warnings
+
+import pytest
+
+pytest.importorskip("vllm")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of vLLM and its dependencies, at import
+    from voltriton_vllm import gates
+
+
+@pytest.fixture
+def device(monkeypatch):
+    def set_device(cpu: bool, capability: int | None) -> None:
+        monkeypatch.setattr(gates.current_platform, "is_cpu", lambda: cpu)
+        monkeypatch.setattr(gates, "capability", lambda: capability)
+        gates.fp8_kv_cache_usable.cache_clear()
+
+    yield set_device
+    gates.fp8_kv_cache_usable.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("cpu", "capability", "ours", "fp8"),
+    [
+        (False, 70, True, False),
+        (False, 75, False, False),
+        (False, 80, False, False),
+        (False, 90, False, True),
+    ],
+)
+def test_gpus(device, cpu, capability, ours, fp8):
+    device(cpu, capability)
+    assert gates.needs_our_kernels() is ours
+    assert gates.fp8_kv_cache_usable() is fp8
+
+
+@pytest.mark.parametrize(("level", "fp8"), [("AVX2", False), ("AVX512", True)])
+def test_cpus(device, monkeypatch, level, fp8):
+    device(True, None)
+    monkeypatch.setattr(gates.torch.backends.cpu, "get_cpu_capability", lambda: level)
+    assert gates.needs_our_kernels()
+    assert gates.fp8_kv_cache_usable() is fp8
+
+
+def test_an_fp8_cache_falls_back_where_it_cannot_run(device):
+    device(False, 70)
+    assert gates.kv_cache_dtype_or_auto("fp8") == "auto"
+    assert gates.kv_cache_dtype_or_auto("fp8_e4m3") == "auto"
+    assert gates.kv_cache_dtype_or_auto("float16") == "float16"
+    device(False, 90)
+    assert gates.kv_cache_dtype_or_auto("fp8") == "fp8"
+
+
+def test_the_mode_is_checked(monkeypatch):
+    monkeypatch.setenv("VOLTRITON_NVFP4", "fast")
+    with pytest.raises(ValueError, match="VOLTRITON_NVFP4: got 'fast', allowed: auto, oracle"):
+        gates.mode()
