@@ -9,12 +9,14 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from voltriton.checkpoint.architectures import Choice, architecture_of, choose
+from voltriton.checkpoint.calibrate import Recipe, calibrate
 from voltriton.checkpoint.codec import Rule, quantise
 from voltriton.checkpoint.errors import CheckpointError, run_command
 from voltriton.checkpoint.folder import ModelFolder, check_output
@@ -35,6 +37,8 @@ class Options:
     include: list[str] = field(default_factory=list)
     exclude: list[str] = field(default_factory=list)
     jobs: int = 0
+    input_scale: bool = False
+    calibration: Recipe | None = None
 
     @property
     def threads(self) -> int:
@@ -48,11 +52,25 @@ def convert(source_path: Path, out: Path, options: Options) -> None:
         raise CheckpointError(f"{source_path} is NVFP4 in the {options.layout} layout already: nothing to do")
     check_output(out)
     job = _Relayout(source, options) if source.nvfp4 else _Quantise(source, options)
-    identity = json.dumps([str(source_path.resolve()), _stamps(source), asdict(options) | {"jobs": 0}])
-    torch.set_num_threads(1)  # the parallel unit is the tensor
+    identity = json.dumps([str(source_path.resolve()), _stamps(source), _plain(options)])
     with ModelFolder(out, job.specs(), identity) as folder:
+        if isinstance(job, _Quantise) and options.calibration is not None:
+            torch.set_num_threads(options.threads)
+            calibrate(source, job.groups, folder, options.layout, options.calibration, options.input_scale)
+        torch.set_num_threads(1)  # here the parallel unit is the tensor
         _run(job.tasks(folder), folder, options.threads, f"quantising {source_path.name}")
         _write_metadata(folder, source, options, job.kept(), job.input_scale)
+
+
+def _plain(options: Options) -> dict[str, Any]:
+    """What decides the bytes of the result, for the journal: the texts count by size and time too."""
+    recipe = options.calibration
+    texts = (
+        [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in recipe.files] if recipe else []
+    )
+    return asdict(replace(options, jobs=0, calibration=replace(recipe, files=[]) if recipe else None)) | {
+        "texts": texts
+    }
 
 
 def _stamps(source: Source) -> list[tuple[str, int, int]]:
@@ -85,15 +103,15 @@ def _run(tasks: list[Task], folder: ModelFolder, threads: int, what: str) -> Non
 class _Quantise:
     """16-bit or FP8 weights -> NVFP4."""
 
-    input_scale = False
-
     def __init__(self, source: Source, options: Options):
         self._options = options
+        self.input_scale = options.input_scale
         arch = architecture_of(source.config)
         self._weights = split_experts(source.weights) if arch.split_experts else source.weights
         specs = {name: weight.spec for name, weight in self._weights.items()}
         self._choice: Choice = choose(specs, arch, options.include, options.exclude)
-        self._group = {m: members for members in self._choice.groups.values() for m in members}
+        self.groups = self._choice.groups
+        self._group = {m: members for members in self.groups.values() for m in members}
         for module in self._group:
             dtype = specs[f"{module}.weight"].dtype
             if dtype not in SIXTEEN_BIT:
@@ -115,7 +133,10 @@ class _Quantise:
         return specs
 
     def tasks(self, folder: ModelFolder) -> list[Task]:
-        tasks = [self._quantise_task(members, folder) for members in self._choice.groups.values()]
+        calibrated = self._options.calibration is not None
+        tasks = (
+            [] if calibrated else [self._quantise_task(members, folder) for members in self.groups.values()]
+        )
         for name, weight in self._weights.items():
             if name.removesuffix(".weight") not in self._group:
                 tasks.append(copy_task(name, weight, folder))
@@ -281,20 +302,67 @@ def parser() -> argparse.ArgumentParser:
         "--exclude", action="append", default=[], metavar="PATTERN", help="keep these modules in 16 bit"
     )
     p.add_argument(
+        "--scheme",
+        choices=["w4a16", "w4a4"],
+        default="w4a16",
+        help="w4a4 adds scales for 4-bit activations (needs --calib); default %(default)s",
+    )
+    _add_calibration(p)
+    p.add_argument(
         "--jobs", type=int, default=0, metavar="N", help="tensors in work at a time; default: all cores"
     )
     return p
 
 
+def _add_calibration(p: argparse.ArgumentParser) -> None:
+    default = Recipe()
+    p.add_argument(
+        "--calib",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="choose scales and rounding on this text (.jsonl of chats or texts, or plain text); may be repeated",
+    )
+    p.add_argument(
+        "--calib-tokens", type=int, default=default.tokens, metavar="N", help="default %(default)s"
+    )
+    p.add_argument(
+        "--calib-window", type=int, default=default.window, metavar="N", help="default %(default)s"
+    )
+    p.add_argument(
+        "--seed", type=int, default=default.seed, help="which parts of the text; default %(default)s"
+    )
+    p.add_argument(
+        "--no-feedback",
+        action="store_true",
+        help="only choose scales by activation: faster, and less bound to the text",
+    )
+
+
+def options_of(args: argparse.Namespace) -> Options:
+    recipe = None
+    if args.calib:
+        numbers = (args.calib_tokens, args.calib_window, args.seed)
+        recipe = Recipe(args.calib, *numbers, feedback=not args.no_feedback)
+    elif args.scheme == "w4a4":
+        raise CheckpointError("--scheme w4a4 needs --calib: input scales come from activations")
+    return Options(
+        args.layout, args.scales, args.include, args.exclude, args.jobs, args.scheme == "w4a4", recipe
+    )
+
+
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
-    options = Options(args.layout, args.scales, args.include, args.exclude, args.jobs)
     is_gguf = args.source.suffix == ".gguf"
 
     def action() -> None:
         if not args.source.exists():
             raise CheckpointError(f"{args.source} does not exist")
+        missing = [f for f in args.calib if not f.is_file()]
+        if missing:
+            raise CheckpointError(f"{missing[0]} is no file")
         with step(f"converting {args.source} to {args.out}"):
-            (convert_gguf if is_gguf else convert)(args.source, args.out, options)
+            (convert_gguf if is_gguf else convert)(args.source, args.out, options_of(args))
 
     return run_command("convert", action)

@@ -1,0 +1,205 @@
+"""Scales and rounding chosen by what a layer's inputs look like on the user's own text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from voltriton.checkpoint.codec import Rule, quantise
+from voltriton.checkpoint.errors import CheckpointError
+from voltriton.checkpoint.feedback import feedback_scales
+from voltriton.checkpoint.folder import ModelFolder
+from voltriton.checkpoint.layers import LayerwiseModel
+from voltriton.checkpoint.layout import tensor_names
+from voltriton.checkpoint.progress import meter
+from voltriton.checkpoint.scales import searched_scales
+from voltriton.checkpoint.source import Source
+from voltriton.checkpoint.texts import load_tokenizer, windows
+
+# Second moments are kept between inputs of the same group of columns; larger ones cost too much memory.
+GROUP_COLUMNS = 4096
+# The global scale in use is the largest magnitude's times one of these, whichever rounds a sample best.
+GLOBAL_FACTORS = (1.0, 2**0.25, 2**-0.25)
+SAMPLE_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to calibrate. `shrink`: how much of the moments between different inputs is left out, 0 to 1."""
+
+    files: list[Path] = field(default_factory=list)
+    tokens: int = 32768
+    window: int = 512
+    seed: int = 0
+    feedback: bool = True
+    shrink: float = 0.5
+
+
+class Moments:
+    """Sums of x_i x_j over tokens, by groups of columns, and the largest magnitude seen."""
+
+    def __init__(self, columns: int):
+        self._sums = [torch.zeros(n, n) for n in group_sizes(columns)]
+        self._count = 0
+        self.amax = torch.zeros(())
+
+    def add(self, inputs: torch.Tensor) -> None:
+        flat = inputs.reshape(-1, inputs.shape[-1]).float()
+        for part, sums in zip(
+            flat.split_with_sizes([len(s) for s in self._sums], 1), self._sums, strict=True
+        ):
+            sums.addmm_(part.T, part)
+        self._count += len(flat)
+        self.amax = torch.maximum(self.amax, flat.abs().max())
+
+    def groups(self) -> list[torch.Tensor]:
+        if not all(bool(torch.isfinite(s).all()) for s in self._sums):
+            raise CheckpointError("the calibration text makes infinite activations in this model")
+        return [s / max(self._count, 1) for s in self._sums]
+
+
+def group_sizes(columns: int) -> list[int]:
+    """Equal groups, multiples of 16, none over GROUP_COLUMNS."""
+    count = -(-columns // GROUP_COLUMNS)
+    size = -(-columns // count // 16) * 16
+    return [min(size, columns - begin) for begin in range(0, columns, size)]
+
+
+def calibrate(
+    source: Source,
+    groups: dict[str, list[str]],
+    folder: ModelFolder,
+    rule: Rule,
+    recipe: Recipe,
+    input_scale: bool,
+) -> None:
+    """Write the quantised tensors of all `groups` (module names by fused layer), layer after layer."""
+    tokenizer = load_tokenizer(source.path)
+    model = LayerwiseModel(
+        source, windows(tokenizer, recipe.files, recipe.tokens, recipe.window, recipe.seed)
+    )
+    by_layer = {i: groups_of_layer(groups, i) for i in range(len(model))}
+    outside = set(groups) - {g for members in by_layer.values() for g in members}
+    if outside:
+        raise CheckpointError(
+            f"{sorted(outside)[0]} is in no decoder layer and cannot be calibrated: --exclude it"
+        )
+    total = sum(source.weights[f"{m}.weight"].spec.nbytes for members in groups.values() for m in members)
+    with meter("calibrating", total) as shown:
+        for index, members in by_layer.items():
+            with model.layer(index) as layer:
+                moments, states = _observe(model, layer, index, members)
+                for group, modules in members.items():
+                    write = _Writer(folder, rule, moments[group], recipe, input_scale)
+                    write.group({m: _linear(layer, index, m).weight.data for m in modules})
+                    shown.add(sum(source.weights[f"{m}.weight"].spec.nbytes for m in modules))
+                model.states = states
+
+
+def groups_of_layer(groups: dict[str, list[str]], index: int) -> dict[str, list[str]]:
+    prefix = f"model.layers.{index}."
+    return {g: modules for g, modules in groups.items() if modules[0].startswith(prefix)}
+
+
+def _linear(layer: nn.Module, index: int, module: str) -> nn.Linear:
+    linear = layer.get_submodule(module.removeprefix(f"model.layers.{index}."))
+    if not isinstance(linear, nn.Linear):
+        raise CheckpointError(f"{module} is no linear layer")
+    return linear
+
+
+def _observe(
+    model: LayerwiseModel, layer: nn.Module, index: int, members: dict[str, list[str]]
+) -> tuple[dict[str, Moments], list[torch.Tensor]]:
+    """Moments by group (its matrices have the same input) and the states behind the layer."""
+    moments: dict[str, Moments] = {}
+    hooks = []
+    for group, modules in members.items():
+        linear = _linear(layer, index, modules[0])
+        moments[group] = Moments(linear.in_features)
+        hooks.append(linear.register_forward_pre_hook(_adder(moments[group])))
+    states = model.run(layer, index)
+    for hook in hooks:
+        hook.remove()
+    return moments, states
+
+
+def _adder(moments: Moments) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+    return lambda module, inputs: moments.add(inputs[0])
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Quantise the matrices of one fused layer and write them."""
+
+    folder: ModelFolder
+    rule: Rule
+    moments: Moments
+    recipe: Recipe
+    input_scale: bool
+
+    def group(self, weights: dict[str, torch.Tensor]) -> None:
+        names = [n for m in weights for n in tensor_names(m, self.rule)[: 4 if self.input_scale else 3]]
+        if set(names) <= self.folder.done:
+            return
+        for module, weight in weights.items():
+            if not torch.isfinite(weight).all():
+                raise CheckpointError(f"{module}.weight has NaN or infinite values")
+        parts = self.moments.groups()
+        importance = torch.cat([p.diagonal() for p in parts])
+        top = best_global_scale(list(weights.values()), importance, self.rule)
+        for module, weight in weights.items():
+            self._one(module, weight, parts, importance, top)
+        self.folder.finish(*names)
+
+    def _one(
+        self,
+        module: str,
+        weight: torch.Tensor,
+        parts: list[torch.Tensor],
+        importance: torch.Tensor,
+        top: torch.Tensor,
+    ) -> None:
+        packed_name, scale_name, top_name, input_name = tensor_names(module, self.rule)
+        if self.recipe.feedback:
+            columns = weight.split_with_sizes([len(p) for p in parts], 1)
+            done = [
+                feedback_scales(w, p, top, self.rule, self.recipe.shrink)
+                for w, p in zip(columns, parts, strict=True)
+            ]
+            rounded, scale = torch.cat([d[0] for d in done], 1), torch.cat([d[1].float() for d in done], 1)
+            scale = scale.to(torch.float8_e4m3fn)
+        else:
+            rounded, scale = weight, searched_scales(weight, top, self.rule, importance)
+        self.folder.write(packed_name, 0, quantise(rounded, scale, top, self.rule))
+        self.folder.write(scale_name, 0, scale)
+        self.folder.write(top_name, 0, top)
+        if self.input_scale:
+            self.folder.write(input_name, 0, self.rule.global_scale(self.moments.amax))
+
+
+def best_global_scale(weights: list[torch.Tensor], importance: torch.Tensor, rule: Rule) -> torch.Tensor:
+    """The stored global scale, of a few candidates, under which a sample of rows has the least error."""
+    amax = torch.stack([w.abs().max() for w in weights]).max()
+    sample = torch.cat([w[:: max(len(w) * len(weights) // SAMPLE_ROWS, 1)] for w in weights])
+    best, least = rule.global_scale(amax), torch.tensor(torch.inf)
+    for factor in GLOBAL_FACTORS:
+        top = rule.global_scale(amax * factor)
+        scale = searched_scales(sample, top, rule, importance)
+        error = weighted_error(sample, scale, top, rule, importance)
+        if error < least:
+            best, least = top, error
+    return best
+
+
+def weighted_error(
+    weight: torch.Tensor, scale: torch.Tensor, top: torch.Tensor, rule: Rule, importance: torch.Tensor
+) -> torch.Tensor:
+    from voltriton.checkpoint.codec import dequantise
+
+    back = dequantise(quantise(weight, scale, top, rule), scale, top, rule)
+    return ((back - weight).square() * importance).sum()

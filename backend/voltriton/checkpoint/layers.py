@@ -1,0 +1,99 @@
+"""A model's forward pass one decoder layer at a time: only one layer's weights are in memory.
+
+transformers supplies the layers' code, built without storage; the weights come from the source's files. What a
+layer gets beside the hidden states (masks, rotary angles) is recorded once, from a run through empty layers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from voltriton.checkpoint.errors import CheckpointError
+from voltriton.checkpoint.source import Source
+
+# Their layers hold nothing but nn.Linear and norms under the names of the files.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+
+
+class _Recorder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[str, Any] = {}
+
+    def forward(self, hidden: torch.Tensor, **given: Any) -> torch.Tensor:
+        self.given = given
+        return hidden
+
+
+class LayerwiseModel:
+    """`states` are the hidden states of all windows, each [1, window, hidden], float32."""
+
+    def __init__(self, source: Source, windows: list[torch.Tensor]):
+        family = str(source.config.get("model_type"))
+        if family not in FAMILIES:
+            raise CheckpointError(
+                f"calibration does not handle {family!r}; it handles {', '.join(FAMILIES)} (convert without --calib)"
+            )
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self._source = source
+        config = AutoConfig.from_pretrained(source.path)
+        config.quantization_config = None
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        self._base = model.model.eval()
+        self._layers = list(self._base.layers)
+        self.states = [self._embed(ids) for ids in windows]
+        self._given = self._record(config)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Only the rows in use are read."""
+        table = self._source.weights["model.embed_tokens.weight"]
+        unique, places = torch.unique(ids, return_inverse=True)
+        rows = torch.cat([table.rows(i, i + 1) for i in unique.tolist()])
+        scale = float(getattr(self._base.embed_tokens, "scalar_embed_scale", 1.0))  # Gemma's
+        return rows[places] * scale
+
+    @torch.no_grad()
+    def _record(self, config: Any) -> list[dict[str, Any]]:
+        recorders = [_Recorder() for _ in self._layers]
+        self._base.layers = nn.ModuleList(recorders)
+        self._base.norm = nn.Identity()
+        self._base.rotary_emb = type(self._base.rotary_emb)(config=config)
+        self._base(inputs_embeds=self.states[0], use_cache=False)
+        return [r.given for r in recorders]
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[nn.Module]:
+        """The layer with its weights, by the names that follow `model.layers.N.`."""
+        layer = self._layers[index].to_empty(device="cpu")
+        prefix = f"model.layers.{index}."
+        for name, parameter in layer.named_parameters():
+            weight = self._source.weights.get(prefix + name)
+            if weight is None or weight.spec.shape != tuple(parameter.shape):
+                raise CheckpointError(f"{self._source.path}: {prefix}{name} is missing or has another shape")
+            parameter.requires_grad_(False).copy_(weight.rows(0, parameter.shape[0]))
+        try:
+            yield layer
+        finally:
+            layer.to("meta")
+
+    @torch.no_grad()
+    def run(self, layer: nn.Module, index: int) -> list[torch.Tensor]:
+        """The states behind this layer; `states` themselves are not changed."""
+        return [self._first(layer(h, **self._given[index])) for h in self.states]
+
+    @staticmethod
+    def _first(out: Any) -> torch.Tensor:
+        tensor: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return tensor

@@ -1,0 +1,224 @@
+"""Calibration: the layerwise pass is the model's, the chosen rounding is better, bad texts are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_tiny import CONFIG, tiny_tokenizer, tiny_weights, write_folder
+from safetensors.torch import load_file
+from test_checkpoint_gguf import NORMS, to_folder, write_gguf
+from transformers import AutoModelForCausalLM
+from voltriton.checkpoint import calibrate as calibrate_module
+from voltriton.checkpoint.calibrate import Moments, best_global_scale, group_sizes
+from voltriton.checkpoint.codec import Rule, dequantise, quantise
+from voltriton.checkpoint.convert import main
+from voltriton.checkpoint.feedback import feedback_scales
+from voltriton.checkpoint.layers import LayerwiseModel
+from voltriton.checkpoint.scales import max_scales, searched_scales
+from voltriton.checkpoint.source import Source
+from voltriton.checkpoint.texts import windows
+
+PROSE = "".join(
+    f"The quick brown fox no. {i} jumps over {i * i} lazy dogs; {i % 7} did not. " for i in range(200)
+)
+
+
+def correlated_inputs(columns: int, count: int = 2000) -> torch.Tensor:
+    """Inputs as real layers have them: a few strong directions, channels of very unlike size."""
+    mix = torch.randn(columns // 4, columns)
+    noise = torch.randn(count, columns)
+    return (torch.randn(count, columns // 4) @ mix + noise) * torch.logspace(-1, 1, columns)
+
+
+@pytest.mark.parametrize("family", NORMS)
+def test_layer_by_layer_is_the_whole_model(family: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", family)
+    to_folder(tmp_path / "m.gguf", tmp_path / "hf", "--dtype", "float32")
+    ids = [torch.randint(0, 256, (1, 48)) for _ in range(3)]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    layerwise = LayerwiseModel(Source(tmp_path / "hf"), ids)
+    for i in range(len(layerwise)):
+        with layerwise.layer(i) as layer:
+            layerwise.states = layerwise.run(layer, i)
+    for window, state in zip(ids, layerwise.states, strict=True):
+        with torch.no_grad():
+            whole = model.model(window).last_hidden_state
+            torch.testing.assert_close(model.model.norm(state), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+def test_feedback_rounds_onto_the_grid_and_lowers_the_output_error(rule: Rule) -> None:
+    torch.manual_seed(0)
+    weight, inputs = torch.randn(48, 96), correlated_inputs(96)
+    moments = Moments(96)
+    moments.add(inputs)
+    (h,) = moments.groups()
+    top = rule.global_scale(weight.abs().max())
+
+    def output_error(values: torch.Tensor) -> float:
+        return float((inputs @ (values - weight).T).square().mean())
+
+    rounded, scale = feedback_scales(weight, h, top, rule, 0.0)
+    back = dequantise(quantise(rounded, scale, top, rule), scale, top, rule)
+    torch.testing.assert_close(back, rounded, rtol=0, atol=0)
+    by_search = searched_scales(weight, top, rule, h.diagonal())
+    searched = dequantise(quantise(weight, by_search, top, rule), by_search, top, rule)
+    by_max = max_scales(weight, top, rule)
+    plain = dequantise(quantise(weight, by_max, top, rule), by_max, top, rule)
+    assert output_error(back) < 0.8 * output_error(searched) < 0.8 * output_error(plain)
+
+
+def test_feedback_without_correlation_is_the_weighted_search() -> None:
+    torch.manual_seed(1)
+    rule, weight = Rule.MODELOPT, torch.randn(16, 64)
+    h = torch.diag(torch.rand(64) + 0.1)
+    top = rule.global_scale(weight.abs().max())
+    rounded, scale = feedback_scales(weight, h, top, rule, 0.0)
+    by_search = searched_scales(weight, top, rule, h.diagonal() + 0.01 * h.diagonal().mean())
+    assert (scale.float() == by_search.float()).float().mean() > 0.99
+    plain = dequantise(quantise(weight, scale, top, rule), scale, top, rule)
+    torch.testing.assert_close(rounded, plain, rtol=0, atol=0)
+
+
+def test_moments_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert group_sizes(1536) == [1536]
+    assert group_sizes(8960) == [2992, 2992, 2976]
+    monkeypatch.setattr(calibrate_module, "GROUP_COLUMNS", 32)
+    inputs = torch.randn(50, 80)
+    moments = Moments(80)
+    moments.add(inputs[:20])
+    moments.add(inputs[20:])
+    whole = inputs.T @ inputs / 50
+    begin = 0
+    for part in moments.groups():
+        end = begin + len(part)
+        torch.testing.assert_close(part, whole[begin:end, begin:end], rtol=1e-5, atol=1e-5)
+        begin = end
+    assert begin == 80
+
+
+def test_global_scale_is_never_worse_than_the_standard_one() -> None:
+    rule, weight, importance = Rule.MODELOPT, torch.randn(64, 64), torch.rand(64)
+    standard = rule.global_scale(weight.abs().max())
+    best = best_global_scale([weight], importance, rule)
+    error = [
+        calibrate_module.weighted_error(
+            weight, searched_scales(weight, t, rule, importance), t, rule, importance
+        )
+        for t in (best, standard)
+    ]
+    assert error[0] <= error[1]
+
+
+def calibrated(tmp_path: Path, out: str, *options: str) -> dict[str, torch.Tensor]:
+    source = tmp_path / "in"
+    if not source.exists():
+        write_folder(source, tiny_weights(), tokenizer=True)
+        (tmp_path / "text.txt").write_text(PROSE)
+        chat = {"messages": [{"role": "user", "content": PROSE}, {"role": "assistant", "content": "Yes."}]}
+        (tmp_path / "chat.jsonl").write_text(f"{json.dumps(chat)}\n\n{json.dumps({'text': PROSE})}\n")
+    texts = ["--calib", str(tmp_path / "text.txt"), "--calib", str(tmp_path / "chat.jsonl")]
+    amount = ["--calib-tokens", "512", "--calib-window", "64", "--jobs", "1"]
+    assert main([str(source), str(tmp_path / out), *texts, *amount, *options]) == 0
+    return load_file(tmp_path / out / "model.safetensors")
+
+
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+    first = calibrated(tmp_path, "a")
+    second = calibrated(tmp_path, "b")
+    other = calibrated(tmp_path, "c", "--seed", "7")
+    assert all(torch.equal(first[n].view(torch.uint8), second[n].view(torch.uint8)) for n in first)
+    assert any(not torch.equal(first[n].view(torch.uint8), other[n].view(torch.uint8)) for n in first)
+
+
+def logits_of(folder: Path, made: dict[str, torch.Tensor] | None, ids: torch.Tensor) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        module = name.removesuffix(".weight")
+        if made is not None and f"{module}.weight_packed" in made:
+            parts = [
+                made[f"{module}.{leaf}"] for leaf in ("weight_packed", "weight_scale", "weight_global_scale")
+            ]
+            parameter.data.copy_(
+                dequantise(parts[0], parts[1], parts[2].reshape(()), Rule.COMPRESSED_TENSORS)
+            )
+    with torch.no_grad():
+        logits: torch.Tensor = model(ids).logits
+    return logits
+
+
+def test_a_calibrated_model_is_closer_to_its_source(tmp_path: Path) -> None:
+    ours = calibrated(tmp_path, "calibrated")
+    assert main([str(tmp_path / "in"), str(tmp_path / "plain")]) == 0
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    ids = windows(tiny_tokenizer(), [tmp_path / "text.txt"], 512, 64, seed=99)
+    ids = torch.cat(ids)
+    target = logits_of(tmp_path / "in", None, ids)
+    errors = [(logits_of(tmp_path / "in", made, ids) - target).square().mean() for made in (ours, plain)]
+    assert errors[0] < 0.7 * errors[1]
+
+
+@pytest.mark.parametrize("layout", list(Rule))
+def test_input_scales_are_the_largest_activation(layout: Rule, tmp_path: Path) -> None:
+    made = calibrated(tmp_path, "w4a4", "--scheme", "w4a4", "--layout", layout)
+    leaf = "input_global_scale" if layout is Rule.COMPRESSED_TENSORS else "input_scale"
+    stem = "model.layers.0.self_attn."
+    ids = windows(tiny_tokenizer(), [tmp_path / "text.txt", tmp_path / "chat.jsonl"], 512, 64, 0)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=torch.float32).model
+    with torch.no_grad():
+        amax = max(model.layers[0].input_layernorm(model.embed_tokens(i)).abs().max() for i in ids)
+    assert {made[f"{stem}{p}_proj.{leaf}"].item() for p in "qkv"} == {layout.global_scale(amax).item()}
+    config = json.loads((tmp_path / "w4a4" / "config.json").read_text())["quantization_config"]
+    if layout is Rule.MODELOPT:
+        assert config["quant_algo"] == "NVFP4"
+    else:
+        assert config["config_groups"]["group_0"]["input_activations"]["dynamic"] == "local"
+
+
+BAD_TEXTS: dict[str, tuple[str, bytes, str]] = {
+    "empty": ("t.txt", b" \n", "is empty"),
+    "not UTF-8": ("t.txt", "größer".encode("latin-1") * 200, "not UTF-8 (byte 2)"),
+    "short": ("t.txt", b"hi", "at least 64 are needed"),
+    "no JSON": ("t.jsonl", b'{"text": "x"}\n{"text"\n', "line 2: no JSON"),
+    "no messages": ("t.jsonl", b'{"prompt": "x"}\n', 'expected {"messages"'),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TEXTS)
+def test_bad_text(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, content, text = BAD_TEXTS[case]
+    (tmp_path / name).write_bytes(content)
+    write_folder(tmp_path / "in", tiny_weights(), tokenizer=True)
+    check(tmp_path, capsys, [str(tmp_path / name)], text)
+
+
+def test_missing_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_folder(tmp_path / "in", tiny_weights(), tokenizer=True)
+    check(tmp_path, capsys, [str(tmp_path / "gone.txt")], "gone.txt is no file")
+
+
+def test_family_without_calibration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.txt").write_text(PROSE)
+    config: dict[str, Any] = CONFIG | {"model_type": "qwen3_moe"}
+    write_folder(tmp_path / "in", tiny_weights(), config, tokenizer=True)
+    check(tmp_path, capsys, [str(tmp_path / "t.txt")], "calibration does not handle 'qwen3_moe'")
+
+
+def test_w4a4_needs_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_folder(tmp_path / "in", tiny_weights())
+    assert main([str(tmp_path / "in"), str(tmp_path / "out"), "--scheme", "w4a4"]) == 1
+    assert "needs --calib" in capsys.readouterr().err
+
+
+def check(tmp_path: Path, capsys: pytest.CaptureFixture[str], files: list[str], text: str) -> None:
+    capsys.readouterr()
+    options = [part for f in files for part in ("--calib", f)]
+    assert main([str(tmp_path / "in"), str(tmp_path / "out"), "--calib-window", "64", *options]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert text in lines[0]
+    assert not [p for p in tmp_path.iterdir() if "out" in p.name]
