@@ -43,25 +43,22 @@ DEV float warp_sum(float v, int width) {
     for (int o = width >> 1; o; o >>= 1) v += __shfl_xor_sync(~0u, v, o);
     return v;
 }
-DEV u32 habsmax(u32 m, u32 v) {
-    u32 lo = v & 0x7FFFu, hi = (v >> 16) & 0x7FFFu;
-    return max(m, max(lo, hi));
+DEV u32 habs_add2(u32 a, u32 b) {  // |a| + |b|
+    u32 d;
+    asm("{.reg .b32 x,y; abs.f16x2 x,%1; abs.f16x2 y,%2; add.f16x2 %0,x,y;}" : "=r"(d) : "r"(a), "r"(b));
+    return d;
 }
-DEV u32 warp_max(u32 v) {
-    for (int o = 16; o; o >>= 1) v = max(v, __shfl_xor_sync(~0u, v, o));
-    return v;
-}
-// Activations are multiplied by 2^e so that the largest lies in [2^13, 2^14): with weights at 2^-14 no sum of 16
-// products can overflow a half, and no term that matters is lost below the half range.
-DEV int x_exponent(u32 absmax_bits) { return 28 - (int)max(absmax_bits >> 10, 1u); }
-DEV uint4 scale_x(uint4 v, int e) {
-    int a = e >> 1, b = e - a;
-    u32 fa = (u32)(15 + a) << 10, fb = (u32)(15 + b) << 10;
-    fa |= fa << 16;
-    fb |= fb << 16;
-    v.x = hmul2(hmul2(v.x, fa), fb);
-    v.y = hmul2(hmul2(v.y, fa), fb);
-    v.z = hmul2(hmul2(v.z, fa), fb);
-    v.w = hmul2(hmul2(v.w, fa), fb);
-    return v;
+// Sixteen activations are multiplied by 2^e so that the sum of their magnitudes lies in [2^8, 2^9) (less where they are
+// under 2^-7: e is at most 15). With weights at 2^-14 no sum of their products can overflow a half, and what falls
+// below the half range is under 2^-14 of the largest term. What undoes it, and the factors of the decoding, goes with
+// the scale: *back = 2^(14 + 8 - e).
+DEV void scale_group(uint4& v0, uint4& v1, float* back) {
+    u32 s = habs_add2(habs_add2(habs_add2(v0.x, v0.y), habs_add2(v0.z, v0.w)), habs_add2(habs_add2(v1.x, v1.y), habs_add2(v1.z, v1.w)));
+    s = habs_add2(s, s >> 16);  // a sum over the half range has exponent 31 like infinity, which is enough
+    int e = min(23 - (int)((s >> 10) & 31), 15);
+    u32 f = (u32)(15 + e) << 10;
+    f |= f << 16;
+    v0 = make_uint4(hmul2(v0.x, f), hmul2(v0.y, f), hmul2(v0.z, f), hmul2(v0.w, f));
+    v1 = make_uint4(hmul2(v1.x, f), hmul2(v1.y, f), hmul2(v1.z, f), hmul2(v1.w, f));
+    *back = exp2i(W_EXP + S_EXP - e);
 }

@@ -12,149 +12,142 @@ struct Gemv {
     int seg_steps;      // steps of K that one staging of x in shared memory covers
 };
 
+// Part of K in shared memory: per group of KL units (32 activations each) the units' j-th 16 bytes lie side by side, so
+// the lanes of a warp read without bank conflicts; then one float2 a unit, what undoes the scaling of its two groups.
+template <int KL>
+DEV void stage_x(uint4* xs, float* xf, const u16* x, int unit0, int units, int K, int tid, int threads)
+{
+    for (int c = tid; c < units * 2; c += threads) {
+        int unit = c >> 1, g = c & 1, k = (unit0 + unit) * 32 + g * 16;
+        uint4 v0 = make_uint4(0, 0, 0, 0), v1 = v0;
+        if (k < K) {
+            v0 = __ldg((const uint4*)(x + k));
+            v1 = __ldg((const uint4*)(x + k) + 1);
+        }
+        scale_group(v0, v1, xf + c);
+        uint4* to = xs + ((unit / KL) * 4 + 2 * g) * KL + (unit & (KL - 1));
+        to[0] = v0;
+        to[KL] = v1;
+    }
+}
+
+// acc[m][r] += one unit (32 weights) of R rows times M vectors. xs, xf: the lane's place in the staged part.
+template <int M, int KL, int R>
+DEV void unit_fma(float (&acc)[M][R], const uint4 (&q)[R], const u16 (&s)[R], const uint4* xs, int xs_stride,
+                  const float2* xf, int xf_stride)
+{
+    float2 sf[R], xb[M];
+#pragma unroll
+    for (int r = 0; r < R; r++) sf[r] = h2f(scales2(s[r]));
+#pragma unroll
+    for (int m = 0; m < M; m++) xb[m] = xf[m * xf_stride];
+#pragma unroll
+    for (int g = 0; g < 2; g++) {
+        u32 a[M][R];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            uint4 xv[M];
+#pragma unroll
+            for (int m = 0; m < M; m++) xv[m] = xs[m * xs_stride + (2 * g + h) * KL];
+#pragma unroll
+            for (int r = 0; r < R; r++) {
+                u32 w[4];
+                decode8(g ? (h ? q[r].w : q[r].z) : (h ? q[r].y : q[r].x), w);
+#pragma unroll
+                for (int m = 0; m < M; m++) {
+                    a[m][r] = h ? hfma2(w[0], xv[m].x, a[m][r]) : hmul2(w[0], xv[m].x);
+                    a[m][r] = hfma2(w[1], xv[m].y, a[m][r]);
+                    a[m][r] = hfma2(w[2], xv[m].z, a[m][r]);
+                    a[m][r] = hfma2(w[3], xv[m].w, a[m][r]);
+                }
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < M; m++)
+#pragma unroll
+            for (int r = 0; r < R; r++) {
+                float2 f = h2f(a[m][r]);
+                acc[m][r] += ((g ? sf[r].y : sf[r].x) * (g ? xb[m].y : xb[m].x)) * (f.x + f.y);
+            }
+    }
+}
+
 // The lanes of a warp: KL along K (32 weights, 16 bytes each), 32/KL along N; R such row sets a lane; WK warps share the
-// rows and split K, NW/WK warps have rows of their own; U steps are loaded ahead. PAIR: rows n and n+N are the gate and
-// the up projection, and what is written is silu(gate) * up.
-template <int M, int KL, int R, int WK, int NW, int U, bool PAIR>
+// rows and split K, NW/WK warps have rows of their own; D steps are in flight. PAIR: rows n and n+N are the gate and the
+// up projection, and what is written is silu(gate) * up.
+template <int M, int KL, int R, int WK, int NW, int D, bool PAIR>
 DEV void gemv_body(const Gemv& p, int x_row, int y_row)
 {
     constexpr int RW = 32 / KL, ROWS = RW * R * (NW / WK), T = NW * 32, RP = PAIR ? R / 2 : R;
+    constexpr int OUT_ROWS = PAIR ? ROWS / 2 : ROWS;
     extern __shared__ uint4 smem[];
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const int kp = lane & (KL - 1), rl = lane / KL, wk = warp % WK, wr = warp / WK;
-    const int units = (p.K + 31) >> 5, steps = (units + KL - 1) / KL;
-    const int seg_chunks = p.seg_steps * KL * 4;
-    uint4* xs = smem;
-    float* red = (float*)(smem + M * seg_chunks);
-    u32* maxes = (u32*)red;
+    const int units = (p.K + 31) >> 5, steps = (units + KL - 1) / KL, seg_units = p.seg_steps * KL;
+    uint4* xs = smem;                                        // [M][seg_units * 4]
+    float* xf = (float*)(smem + M * seg_units * 4);          // [M][seg_units * 2]
+    float* red = xf + M * seg_units * 2;                     // [WK][M][ROWS]
 
-    constexpr int OUT_ROWS = PAIR ? ROWS / 2 : ROWS;
-    int off[R];
+    const uint4* wp[R];
+    const u16* sp[R];
 #pragma unroll
     for (int r = 0; r < R; r++) {
         int row = blockIdx.x * OUT_ROWS + wr * (RW * RP) + (r % RP) * RW + rl;
         row = min(row, p.N - 1) + ((PAIR && r >= RP) ? p.N : 0);
-        off[r] = row * units + kp;
+        wp[r] = p.qw + (size_t)row * units + kp + wk * KL;
+        sp[r] = p.sc + (size_t)row * units + kp + wk * KL;
     }
-    float tot[M][R];
+    int left = units - kp - wk * KL;  // what remains of K for this lane, in units
+    uint4 q[D][R];
+    u16 s[D][R];
+    auto load = [&](int ahead, uint4 (&a)[R], u16 (&b)[R]) {
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            a[r] = left > ahead ? ld_stream(wp[r] + ahead) : make_uint4(0, 0, 0, 0);
+            b[r] = left > ahead ? __ldg(sp[r] + ahead) : (u16)0;
+        }
+    };
+    // The first weights are on their way while x is staged.
+#pragma unroll
+    for (int d = 0; d < D; d++) load(d * WK * KL, q[d], s[d]);
+
+    float acc[M][R];
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
-        for (int r = 0; r < R; r++) tot[m][r] = 0.f;
+        for (int r = 0; r < R; r++) acc[m][r] = 0.f;
 
-    uint4 q[U][R], nq[U][R];
-    u16 s[U][R], ns[U][R];
-    auto load = [&](int step0, uint4 (&a)[U][R], u16 (&b)[U][R]) {
-#pragma unroll
-        for (int u = 0; u < U; u++) {
-            int uo = (step0 + u) * KL;
-            bool ok = uo + kp < units;
-#pragma unroll
-            for (int r = 0; r < R; r++) {
-                a[u][r] = ok ? ld_stream(p.qw + off[r] + uo) : make_uint4(0, 0, 0, 0);
-                b[u][r] = ok ? __ldg(p.sc + off[r] + uo) : (u16)0;
-            }
-        }
-    };
-    load(wk * U, q, s);
-
+    int step = wk;  // seg_steps is a multiple of D * WK
     for (int s0 = 0; s0 < steps; s0 += p.seg_steps) {
-        // ---- x to shared memory, scaled by a power of two per vector ----
-        u32 mx[M];
-#pragma unroll
-        for (int m = 0; m < M; m++) {
-            mx[m] = 0;
-            for (int c = tid; c < seg_chunks; c += T) {
-                int k = (s0 * KL * 4 + c) * 8;
-                uint4 v = k < p.K ? __ldg((const uint4*)(p.x + (size_t)(x_row + m) * p.x_stride + k)) : make_uint4(0, 0, 0, 0);
-                mx[m] = habsmax(habsmax(habsmax(habsmax(mx[m], v.x), v.y), v.z), v.w);
-                xs[m * seg_chunks + ((c >> 2) / KL * 4 + (c & 3)) * KL + ((c >> 2) & (KL - 1))] = v;
-            }
-            mx[m] = warp_max(mx[m]);
-            if (!lane) maxes[warp * M + m] = mx[m];
-        }
-        __syncthreads();
-        float back[M];
-#pragma unroll
-        for (int m = 0; m < M; m++) {
-            u32 v = 0;
-#pragma unroll
-            for (int w = 0; w < NW; w++) v = max(v, maxes[w * M + m]);
-            int e = x_exponent(v);
-            back[m] = exp2i(W_EXP + S_EXP - e);
-            for (int c = tid; c < seg_chunks; c += T) {
-                int i = m * seg_chunks + ((c >> 2) / KL * 4 + (c & 3)) * KL + ((c >> 2) & (KL - 1));
-                xs[i] = scale_x(xs[i], e);
-            }
-        }
-        __syncthreads();
-
-        // ---- the weights of this segment ----
-        float acc[M][R];
+        if (s0) __syncthreads();
 #pragma unroll
         for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int r = 0; r < R; r++) acc[m][r] = 0.f;
+            stage_x<KL>(xs + m * seg_units * 4, xf + m * seg_units * 2, p.x + (size_t)(x_row + m) * p.x_stride,
+                        s0 * KL, min(seg_units, (steps - s0) * KL), p.K, tid, T);
+        __syncthreads();
         const int end = min(steps, s0 + p.seg_steps);
-        for (int b = s0 + wk * U; b < end; b += WK * U) {
-            // The next batch: of this segment, or the first of the next one.
-            int nb = b + WK * U;
-            if (nb >= end) nb = s0 + p.seg_steps + wk * U;
-            load(nb, nq, ns);
+        const uint4* xp = xs + wk * 4 * KL + kp;
+        const float2* fp = (const float2*)xf + wk * KL + kp;
+        for (; step < end; step += D * WK) {
 #pragma unroll
-            for (int u = 0; u < U; u++) {
-                const uint4* xb = xs + (b - s0 + u) * 4 * KL + kp;
-                if (U > 1 && b + u >= end) break;
-                float2 sf[R];
-#pragma unroll
-                for (int r = 0; r < R; r++) sf[r] = h2f(scales2(s[u][r]));
-#pragma unroll
-                for (int g = 0; g < 2; g++) {
-                    u32 a[M][R];
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        uint4 xv[M];
-#pragma unroll
-                        for (int m = 0; m < M; m++) xv[m] = xb[m * seg_chunks + (2 * g + h) * KL];
-#pragma unroll
-                        for (int r = 0; r < R; r++) {
-                            u32 w[4];
-                            decode8(g ? (h ? q[u][r].w : q[u][r].z) : (h ? q[u][r].y : q[u][r].x), w);
-#pragma unroll
-                            for (int m = 0; m < M; m++) {
-                                a[m][r] = h ? hfma2(w[0], xv[m].x, a[m][r]) : hmul2(w[0], xv[m].x);
-                                a[m][r] = hfma2(w[1], xv[m].y, a[m][r]);
-                                a[m][r] = hfma2(w[2], xv[m].z, a[m][r]);
-                                a[m][r] = hfma2(w[3], xv[m].w, a[m][r]);
-                            }
-                        }
-                    }
-#pragma unroll
-                    for (int m = 0; m < M; m++)
-#pragma unroll
-                        for (int r = 0; r < R; r++) {
-                            float2 f = h2f(a[m][r]);
-                            acc[m][r] += (g ? sf[r].y : sf[r].x) * (f.x + f.y);
-                        }
-                }
+            for (int d = 0; d < D; d++) {
+                if (d == 0 || step + d * WK < end)
+                    unit_fma<M, KL, R>(acc, q[d], s[d], xp + d * WK * 4 * KL, seg_units * 4, fp + d * WK * KL, seg_units);
+                load((d + D) * WK * KL, q[d], s[d]);
             }
+            xp += D * WK * 4 * KL;
+            fp += D * WK * KL;
+            left -= D * WK * KL;
 #pragma unroll
-            for (int u = 0; u < U; u++)
-#pragma unroll
-                for (int r = 0; r < R; r++) { q[u][r] = nq[u][r]; s[u][r] = ns[u][r]; }
+            for (int r = 0; r < R; r++) { wp[r] += D * WK * KL; sp[r] += D * WK * KL; }
         }
-#pragma unroll
-        for (int m = 0; m < M; m++)
-#pragma unroll
-            for (int r = 0; r < R; r++) tot[m][r] += acc[m][r] * back[m];
-        __syncthreads();  // x, and the maxima, are overwritten next
     }
 
     // ---- sum: lanes, then warps in order ----
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
-        for (int r = 0; r < R; r++) tot[m][r] = warp_sum(tot[m][r], KL);
+        for (int r = 0; r < R; r++) acc[m][r] = warp_sum(acc[m][r], KL);
     // red[wk][m][local row], local rows of the second (up) half after those of the first
     if (kp == 0)
 #pragma unroll
@@ -162,7 +155,7 @@ DEV void gemv_body(const Gemv& p, int x_row, int y_row)
 #pragma unroll
             for (int r = 0; r < R; r++) {
                 int lr = wr * (RW * RP) + (r % RP) * RW + rl + ((PAIR && r >= RP) ? OUT_ROWS : 0);
-                red[(wk * M + m) * ROWS + lr] = tot[m][r];
+                red[(wk * M + m) * ROWS + lr] = acc[m][r];
             }
     __syncthreads();
     for (int i = tid; i < M * OUT_ROWS; i += T) {
@@ -185,11 +178,11 @@ DEV void gemv_body(const Gemv& p, int x_row, int y_row)
     }
 }
 
-#define GEMV(M, KL, R, WK, NW, U, OCC)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(NW * 32, OCC) gemv_m##M##_kl##KL##_r##R##_wk##WK##_nw##NW##_u##U##_o##OCC( \
+#define GEMV(M, KL, R, WK, NW, D, OCC)                                                                                  \
+    extern "C" __global__ void __launch_bounds__(NW * 32, OCC) gemv_m##M##_kl##KL##_r##R##_wk##WK##_nw##NW##_d##D##_o##OCC( \
         const uint4* qw, const u16* sc, const float* gs, const u16* x, const u16* bias, u16* y, int N, int K,           \
         int x_stride, int seg_steps)                                                                                    \
     {                                                                                                                   \
         Gemv p = {qw, sc, gs, x, bias, y, N, K, x_stride, seg_steps};                                                   \
-        gemv_body<M, KL, R, WK, NW, U, false>(p, 0, 0);                                                                 \
+        gemv_body<M, KL, R, WK, NW, D, false>(p, 0, 0);                                                                 \
     }

@@ -25,6 +25,8 @@ OPTIONS = ("--std=c++17", "-default-device", "--use_fast_math")
 MAX_SHARED_BYTES = 96 * 1024  # what a block of compute capability 7.0 can be given
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
+Argument = torch.Tensor | int | float | None
+
 
 class CompileError(RuntimeError):
     """A kernel could not be compiled, loaded or launched."""
@@ -168,9 +170,9 @@ class Kernel:
         _check_driver(code, f"{name}: dynamic shared memory of {shared_bytes} bytes")
 
     def __call__(
-        self, grid: tuple[int, int, int], threads: int, shared_bytes: int, *args: torch.Tensor | int | float
+        self, grid: tuple[int, int, int], threads: int, shared_bytes: int, *args: Argument
     ) -> None:
-        """Launch on torch's current stream. Tensors pass as addresses, int as int32, float as float32."""
+        """Launch on torch's current stream. Tensors pass as addresses (None: null), int as int32, float as float32."""
         values = [_argument(a) for a in args]
         array = (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
         stream = torch.cuda.current_stream().cuda_stream
@@ -178,9 +180,9 @@ class Kernel:
         _check_driver(code, f"{self._name}: launch, grid {grid}, {threads} threads, {shared_bytes} bytes")
 
 
-def _argument(value: torch.Tensor | int | float) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_float:
-    if isinstance(value, torch.Tensor):
-        return ctypes.c_void_p(value.data_ptr())
+def _argument(value: Argument) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_float:
+    if value is None or isinstance(value, torch.Tensor):
+        return ctypes.c_void_p(0 if value is None else value.data_ptr())
     return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value)
 
 
