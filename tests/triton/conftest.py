@@ -1,0 +1,22 @@
+"""One tritonserver with the scripted engine for all tests that leave it as it was."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from server import Server, fake_repository
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("fake")
+    repository = fake_repository(folder / "repository", enable_lora=True, max_model_len=4096)
+    (repository / "vllm" / "1" / "multi_lora.json").write_text('{"a": "/loras/a", "b": "/loras/b"}')
+    with Server(repository, folder / "log") as running:
+        yield running
