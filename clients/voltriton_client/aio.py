@@ -31,8 +31,9 @@ class AsyncClient:
         metadata: Sequence[tuple[str, str]] = (),
         connect_timeout_s: float = 5.0,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        retries: bool = True,
     ) -> None:
-        self.target = Target(address, tls, api_key, metadata, connect_timeout_s, max_message_bytes)
+        self.target = Target(address, tls, api_key, metadata, connect_timeout_s, max_message_bytes, retries)
         self._channel = self.target.open_aio()
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._inputs: dict[str, frozenset[str]] = {}

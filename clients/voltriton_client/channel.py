@@ -52,6 +52,8 @@ class Target:
     metadata: Sequence[tuple[str, str]] = ()
     connect_timeout_s: float = 5.0
     max_message_bytes: int = MAX_MESSAGE_BYTES
+    # Whether to try again, within connect_timeout_s, where nothing could be sent.
+    retries: bool = True
 
     def __post_init__(self) -> None:
         match = _ADDRESS.match(self.address)

@@ -88,7 +88,7 @@ class Retry:
 
     def __init__(self, target: Target, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._until = clock() + target.connect_timeout_s
+        self._until = clock() + (target.connect_timeout_s if target.retries else 0.0)
 
     def allows(self, error: Any) -> bool:
         return nothing_was_sent(code_of(error), error.details() or "") and self._clock() < self._until

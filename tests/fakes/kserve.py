@@ -95,6 +95,8 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.cancelled: list[str] = []
         self.streams = 0
         self.refuse_ready = False
+        # When set, every request is answered with this error.
+        self.overload = ""
         self._pool = ThreadPoolExecutor(64)
         self._server = grpc.server(self._pool, options=options or [])
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
@@ -192,6 +194,9 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         asked = read(request)
         self.asked.append(asked)
         try:
+            if self.overload:
+                out.put(failed(request.id, self.overload))
+                return
             for item in answer(request, asked, gone):
                 if gone.is_set():
                     self.cancelled.append(request.id)

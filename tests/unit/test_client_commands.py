@@ -306,7 +306,7 @@ class Terminal:
     def __init__(self, argv: list[str]) -> None:
         self.master, slave = pty.openpty()
         # Ctrl-C is a signal only where the terminal is the session's own.
-        take = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+        take = "import fcntl, os, sys, termios as t; fcntl.ioctl(0, t.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
         launcher = [sys.executable, "-c", take, *argv]
         self.process = subprocess.Popen(
             launcher, stdin=slave, stdout=slave, stderr=slave, start_new_session=True

@@ -39,7 +39,8 @@ def main(argv: list[str]) -> int:
         timeout_keep_alive=30,
         timeout_graceful_shutdown=args.grace,
     )
-    uvicorn.Server(config).run(sockets=[listener])
+    with listener:
+        uvicorn.Server(config).run(sockets=[listener])
     return 0
 
 
@@ -132,13 +133,10 @@ def _listen(host: str, port: int) -> socket.socket:
     """Bind before anything else is said. InvalidArgument: the port is taken, or no such address is here."""
     if not 0 <= port < 65536:
         raise InvalidArgument(f"--port: got {port}, allowed: 0 to 65535")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        return socket.create_server((host, port), family=family)
     except OSError as error:
         raise InvalidArgument(
             f"cannot listen on {host}:{port}: {error.strerror}; choose another --port"
         ) from error
-    return listener

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         if self.retry_after_s is None:
             return {}
-        return {"retry-after": str(max(1, round(self.retry_after_s + 0.5)))}
+        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
 
 
 # The first class that fits counts: children stand before parents. (status, type, code)
@@ -73,7 +74,11 @@ def _param(error: family.VoltritonError) -> str | None:
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first thing that was wrong with a request's body, by its place."""
-    first = errors[0]
+    field = errors[0].get("loc", ())[:2]
+    same = [error for error in errors if error.get("loc", ())[:2] == field]
+    # Of a union every member complains; the one that got furthest is the one that was meant.
+    first = max(same, key=lambda error: len(error.get("loc", ())))
+    errors = [error for error in errors if error not in same or error is first]
     place = _place(first.get("loc", ()))
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     if first.get("type") == "extra_forbidden":

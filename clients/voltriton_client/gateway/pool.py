@@ -45,7 +45,12 @@ class Upstream:
         self._shown = frozenset(settings.models)
         self._telemetry = telemetry
         self._client = AsyncClient(
-            address, tls=settings.tls, api_key=settings.upstream_key, connect_timeout_s=_CONNECT_TIMEOUT_S
+            address,
+            tls=settings.tls,
+            api_key=settings.upstream_key,
+            connect_timeout_s=_CONNECT_TIMEOUT_S,
+            # Another server, or a 503 that says when to come again, is better than waiting here.
+            retries=False,
         )
 
     async def close(self) -> None:

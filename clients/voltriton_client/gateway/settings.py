@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from voltriton_client.channel import MIB, Tls
+from voltriton_client.channel import MIB, Target, Tls
 from voltriton_client.errors import InvalidArgument
 
 
@@ -46,6 +46,10 @@ class Settings:
     max_open_requests: int = 256
     health_interval_s: float = 2.0
     cors_origins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for server in self.servers:
+            Target(server)
 
     def alias_of(self) -> Mapping[str, Alias]:
         return {alias.name: alias for alias in self.aliases}
