@@ -64,7 +64,7 @@ def error(response: httpx.Response) -> dict[str, Any]:
         ({"max_tokens": 1.5}, "max_tokens", "invalid_value"),
         ({"stop": [""]}, "stop[0]", "invalid_value"),
         ({"stop": ["x"] * 17}, "stop", "invalid_value"),
-        ({"logit_bias": {"1": 101}}, "logit_bias.1", "invalid_value"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "invalid_value"),
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "invalid_value"),
         ({"messages": [{"role": "user"}]}, "messages[0]", "invalid_value"),
@@ -118,15 +118,10 @@ def test_broken_bodies(url: str, content: bytes) -> None:
 
 
 def test_numbers_that_json_does_not_have(url: str) -> None:
-    content = (
-        json.dumps(body())
-        .replace("}", ', "temperature": NaN}', 1)[:-1]
-        .replace('"hi", "temperature": NaN}', '"hi"}')
-    )
     raw = json.dumps({**body(), "temperature": float("nan")})
     for text in (raw, json.dumps({**body(), "structured_outputs": {"json": {"x": float("inf")}}})):
         response = httpx.post(url + CHAT, content=text, headers={"content-type": "application/json"})
-        assert response.status_code == 400, content
+        assert response.status_code == 400
         error(response)
 
 
@@ -204,8 +199,9 @@ def test_keys(server: FakeServer, tmp_path: Path) -> None:
             response = httpx.post(url + CHAT, json=body(), headers=headers)
             assert (response.status_code, error(response)["code"]) == (401, "missing_api_key")
             assert response.headers["www-authenticate"] == "Bearer"
-        for key in ("wrong", "alice", "é".encode().decode("latin-1")):
-            response = httpx.post(url + CHAT, json=body(), headers={"authorization": f"Bearer {key}"})
+        for key in ("wrong", "alice", "é"):
+            sent = {"authorization": f"Bearer {key}".encode()}
+            response = httpx.post(url + CHAT, json=body(), headers=sent)
             assert (response.status_code, error(response)["code"]) == (401, "invalid_api_key")
         for key in ("alice-key-0123456789", "nameless-key-0123456789"):
             response = httpx.post(url + CHAT, json=body(), headers={"authorization": f"Bearer {key}"})
