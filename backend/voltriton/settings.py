@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import types
 import typing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,8 @@ class Settings:
     reasoning_parser: str | None = None
     tool_parser: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # Adapters that a request may load by name: folders below this one. None: none but those of multi_lora.json.
+    lora_folder: str | None = None
     # Prompt text in logs: only when asked for.
     log_prompts: bool = False
 
@@ -89,6 +91,8 @@ def load(version_folder: Path) -> ModelSettings:
     """
     given = read_object(version_folder / "model.json")
     settings = parse_settings(given.pop("voltriton", {}), "model.json: voltriton")
+    if settings.lora_folder is not None:
+        settings = replace(settings, lora_folder=resolve(settings.lora_folder, version_folder))
     profile = load_profile(settings.profile) if settings.profile else {}
     engine_args = {**profile.get("engine", {}), **given}
     if isinstance(engine_args.get("model"), str):

@@ -9,14 +9,12 @@ loop produced, for all requests, so the cost of a frame is shared.
                    ["submit", generation]               Generation as a list
                    ["cancel", key]
                    ["drain"]                            refuse new requests from now on
-                   ["control", key, action, arguments]  answered by one "result"
                    ["stop", grace_s]                    let open requests finish for so long, then exit
     host -> stub   ["ready", info]
                    ["failed", message]                  the engine did not start
                    ["deltas", [delta, ...]]             Delta as a list
                    ["ended", key, error name, message]  the request failed
                    ["stats", [[name, labels, value], ...]]   values of Prometheus samples that changed
-                   ["result", key, error name or null, value]
                    ["dying", message]                   the engine is dead or stuck; the host exits next
 """
 
@@ -35,7 +33,7 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(slots=True)
 class Generation:
-    """One Triton request. Exactly one of `prompts`, `input_ids`, `chat` and `embedding` is set."""
+    """One Triton request. Exactly one of `prompts`, `input_ids`, `chat`, `embedding` and `lora` is set."""
 
     key: int
     id: str
@@ -43,6 +41,8 @@ class Generation:
     input_ids: list[int] | None = None
     chat: dict[str, Any] | None = None
     embedding: dict[str, Any] | None = None
+    # {"load": NAME}, {"unload": NAME} or {}: answered by the names that are loaded then.
+    lora: dict[str, Any] | None = None
     images: list[str] = field(default_factory=list)
     # Raw: names and types are the host's to check.
     sampling: dict[str, Any] = field(default_factory=dict)

@@ -30,7 +30,7 @@ from voltriton.wire import Delta, Generation
 
 
 class FakeEngine:
-    def __init__(self, args: dict[str, Any]) -> None:
+    def __init__(self, args: dict[str, Any], loras: dict[str, str]) -> None:
         self.info = EngineInfo(
             max_model_len=args.get("max_model_len", 4096),
             max_num_seqs=args.get("max_num_seqs", 32),
@@ -39,10 +39,10 @@ class FakeEngine:
             tasks=("generate", "embed"),
             control_tokens=frozenset({"<|im_end|>", "<|im_start|>"}),
             template_variables=frozenset({"messages", "tools", "enable_thinking", "add_generation_prompt"}),
-            loras=("a", "b") if args.get("enable_lora") else (),
             lora_enabled=bool(args.get("enable_lora")),
             about={"engine": "fake", "model": args.get("model")},
         )
+        self._loras = dict(loras)
         self._failure: str | None = None
         self._last_step = time.monotonic()
         self.running = 0
@@ -56,7 +56,7 @@ class FakeEngine:
         if args.get("die_at_start"):
             os.kill(os.getpid(), signal.SIGKILL)
         await asyncio.sleep(args.get("start_s", 0.0))
-        return cls(args)
+        return cls(args, model.loras)
 
     async def render(self, generation: Generation) -> list[Prompt]:
         if generation.input_ids is not None:
@@ -168,8 +168,15 @@ class FakeEngine:
     def last_step_at(self) -> float:
         return self._last_step
 
-    async def control(self, action: str, arguments: dict[str, Any]) -> Any:
-        raise InvalidArgument(f"control: got {action!r}")
+    @property
+    def loras(self) -> list[str]:
+        return list(self._loras)
+
+    async def load_lora(self, name: str, path: str) -> None:
+        self._loras[name] = path
+
+    async def unload_lora(self, name: str) -> None:
+        del self._loras[name]
 
     async def stop(self, timeout_s: float) -> None:
         pass

@@ -154,6 +154,21 @@ def test_known_adapter_is_taken(server: Server) -> None:
     assert ask(server.grpc_url, "a", sampling_parameters={"lora_name": "b"}).error is None
 
 
+def test_adapters_are_loaded_and_unloaded_by_name(server: Server) -> None:
+    def request(value: dict[str, Any]) -> Answer:
+        return ask(server.grpc_url, lora_request=value)
+
+    assert json.loads(request({}).text) == ["a", "b"]
+    assert "got 'none', there are c" in (request({"load": "none"}).error or "")
+    assert "got '../repository', there are c" in (request({"load": "../repository"}).error or "")
+    assert json.loads(request({"load": "c"}).text) == ["a", "b", "c"]
+    assert "is loaded already" in (request({"load": "c"}).error or "")
+    assert ask(server.grpc_url, "x", sampling_parameters={"lora_name": "c"}).error is None
+    assert json.loads(request({"unload": "c"}).text) == ["a", "b"]
+    assert "LoRA c is not supported" in (request({"unload": "c"}).error or "")
+    assert "got lod" in (request({"lod": "c"}).error or "")
+
+
 # Ours.
 
 

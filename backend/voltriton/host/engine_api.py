@@ -24,7 +24,6 @@ class EngineInfo:
     control_tokens: frozenset[str] = frozenset()
     # Variables that the chat template reads; None: not known, anything goes.
     template_variables: frozenset[str] | None = None
-    loras: tuple[str, ...] = ()
     lora_enabled: bool = False
     # For logs and `voltriton status`: quantisation, kernel, dtype, versions.
     about: dict[str, Any] = field(default_factory=dict)
@@ -67,8 +66,15 @@ class Engine(Protocol):
     def last_step_at(self) -> float:
         """time.monotonic() of the last sign of life of the engine's step loop."""
 
-    async def control(self, action: str, arguments: dict[str, Any]) -> Any:
-        """Adapters at run time; see docs/contract.md."""
+    @property
+    def loras(self) -> list[str]:
+        """Names of the adapters that a request may choose."""
+
+    async def load_lora(self, name: str, path: str) -> None:
+        """InvalidArgument where the folder holds no adapter that fits."""
+
+    async def unload_lora(self, name: str) -> None:
+        """The name is one of `loras`."""
 
     async def stop(self, timeout_s: float) -> None:
         """Ends the engine's processes."""

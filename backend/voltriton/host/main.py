@@ -168,8 +168,6 @@ async def read(frames: AsyncIterator[list[Any]], service: Service) -> None:
             service.cancel(frame[1])
         elif kind == "drain":
             service.drain()
-        elif kind == "control":
-            asyncio.get_running_loop().create_task(service.control(*frame[1:4]))
         elif kind == "stop":
             await service.finish(frame[1])
             return

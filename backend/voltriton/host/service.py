@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sys
 import time
 import traceback
@@ -22,7 +23,7 @@ from voltriton.errors import (
     Unavailable,
     VoltritonError,
 )
-from voltriton.host import chat, sampling
+from voltriton.host import chat, lora, sampling
 from voltriton.host.engine_api import Engine, Prompt
 from voltriton.settings import Settings
 from voltriton.wire import Delta, Generation
@@ -93,13 +94,6 @@ class Service:
         for key in list(self._tasks):
             self.cancel(key, error)
 
-    async def control(self, key: int, action: str, arguments: dict[str, Any]) -> None:
-        """Answers a control frame by one "result"."""
-        try:
-            self._send(["result", key, None, await self._engine.control(action, arguments)])
-        except VoltritonError as error:
-            self._send(["result", key, type(error).__name__, str(error)])
-
     async def _run(self, generation: Generation) -> None:
         try:
             async with asyncio.timeout(self._timeout_s(generation)):
@@ -137,6 +131,11 @@ class Service:
         if generation.embedding is not None:
             await self._embed(generation)
             return
+        if generation.lora is not None:
+            await lora.apply(generation.lora, self._engine, self._settings.lora_folder)
+            names = json.dumps(self._engine.loras)
+            self._emit(Delta(generation.key, text=names, finish_reason="stop", final=True))
+            return
         params = sampling.parse(generation.sampling, self._limits)
         self._check_task("generate")
         if generation.chat is not None:
@@ -170,9 +169,10 @@ class Service:
             raise InvalidArgument(
                 f"sampling_parameters.lora_name: got {name!r}: LoRA feature is not enabled."
             )
-        if name not in info.loras:
+        known = self._engine.loras
+        if name not in known:
             raise InvalidArgument(
-                f"sampling_parameters.lora_name: LoRA {name} is not supported, we currently support {list(info.loras)}"
+                f"sampling_parameters.lora_name: LoRA {name} is not supported, we currently support {known}"
             )
 
     def _check_images(self, generation: Generation) -> None:

@@ -34,6 +34,7 @@ INPUTS = [
     Tensor("timeout_ms", "TYPE_INT32", [1]),
     Tensor("request_id", "TYPE_STRING", [1]),
     Tensor("render_only", "TYPE_BOOL", [1]),
+    Tensor("lora_request", "TYPE_STRING", [1]),
     Tensor("return_token_ids", "TYPE_BOOL", [1]),
     Tensor("return_stop_reason", "TYPE_BOOL", [1]),
     Tensor("return_num_cached_tokens", "TYPE_BOOL", [1]),

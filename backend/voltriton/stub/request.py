@@ -15,7 +15,7 @@ from voltriton.errors import InvalidArgument, nearest
 from voltriton.stub.contract import ASKABLE, is_reserved
 from voltriton.wire import Generation
 
-PROMPT_INPUTS = ("text_input", "prompts", "input_ids", "messages", "embedding_request")
+PROMPT_INPUTS = ("text_input", "prompts", "input_ids", "messages", "embedding_request", "lora_request")
 CHAT_KEYS = (
     "messages", "tools", "tool_choice", "chat_template_kwargs", "documents", "add_generation_prompt",
     "continue_final_message",
@@ -142,8 +142,10 @@ def _prompt(read: Reader, key: int) -> tuple[str, Generation]:
         generation.input_ids = [int(i) for i in read.values(name) or []]
     elif name == "messages":
         generation.chat = _chat(read.json(name))
-    else:
+    elif name == "embedding_request":
         generation.embedding = parse_object(read.text(name) or "", name)
+    else:
+        generation.lora = parse_object(read.text(name) or "", name)
     _refuse_empty(name, generation)
     return name, generation
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from voltriton.errors import InvalidArgument, Unavailable
 from voltriton.host.engine_api import Prompt
+from voltriton.host.vllm_engine.adapters import Adapters
 from voltriton.host.vllm_engine.arguments import engine_arguments, prepare_environment
 from voltriton.host.vllm_engine.beat import Beat, make_beat
 from voltriton.host.vllm_engine.chat_output import ChatOutput, make_chat_output
@@ -28,8 +29,8 @@ class VllmEngine:
         self._llm = llm
         self._beat = beat
         self._settings = model.settings
-        self._loras = _lora_requests(model.loras)
-        self.info = describe(llm, model)
+        self._adapters = Adapters(llm, model.loras)
+        self.info = describe(llm)
         self._baseline: dict[tuple[str, str], float] = {}
 
     @classmethod
@@ -149,13 +150,26 @@ class VllmEngine:
     async def generate(
         self, generation: Generation, prompt: Prompt, params: dict[str, Any], request_id: str
     ) -> AsyncIterator[Delta]:
+        values = dict(params)
+        chat = self._chat_output(generation, prompt, values)
+        adapter = values.pop("lora_name", None)
+        sampling = self._sampling_params(values, generation.stream)
+        with self._adapters.use(adapter) as lora:
+            async for delta in self._follow(generation, prompt, sampling, request_id, lora, chat):
+                yield delta
+
+    async def _follow(
+        self,
+        generation: Generation,
+        prompt: Prompt,
+        sampling: Any,
+        request_id: str,
+        lora: Any,
+        chat: ChatOutput | None,
+    ) -> AsyncIterator[Delta]:
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        values = dict(params)
-        lora = self._loras.get(values.pop("lora_name", ""))
-        chat = self._chat_output(generation, prompt, values)
-        sampling = self._sampling_params(values, generation.stream)
         outputs = self._llm.generate(
             prompt.engine_input, sampling, request_id, lora_request=lora, priority=generation.priority
         )
@@ -260,16 +274,15 @@ class VllmEngine:
     def last_step_at(self) -> float:
         return self._beat.at
 
-    async def control(self, action: str, arguments: dict[str, Any]) -> Any:
-        raise InvalidArgument(f"control: got {action!r}, nothing of this name is known")
+    @property
+    def loras(self) -> list[str]:
+        return self._adapters.names
+
+    async def load_lora(self, name: str, path: str) -> None:
+        await self._adapters.load(name, path)
+
+    async def unload_lora(self, name: str) -> None:
+        await self._adapters.unload(name)
 
     async def stop(self, timeout_s: float) -> None:
         await asyncio.to_thread(self._llm.shutdown, timeout_s)
-
-
-def _lora_requests(paths: dict[str, str]) -> dict[str, Any]:
-    if not paths:
-        return {}
-    from vllm.lora.request import LoRARequest
-
-    return {name: LoRARequest(name, i + 1, path) for i, (name, path) in enumerate(paths.items())}

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from voltriton.host.engine_api import EngineInfo
-from voltriton.settings import ModelSettings
 
 
-def describe(llm: Any, model: ModelSettings) -> EngineInfo:
+def describe(llm: Any) -> EngineInfo:
     config = llm.vllm_config
     tokenizer = llm.tokenizer
     return EngineInfo(
@@ -19,7 +18,6 @@ def describe(llm: Any, model: ModelSettings) -> EngineInfo:
         tasks=tuple(llm._supported_tasks),
         control_tokens=_control_tokens(tokenizer),
         template_variables=_template_variables(tokenizer, config.model_config),
-        loras=tuple(model.loras),
         lora_enabled=config.lora_config is not None,
         about=_about(config),
     )
