@@ -16,7 +16,7 @@ from voltriton.checkpoint import calibrate as calibrate_module
 from voltriton.checkpoint.calibrate import Moments, best_global_scale, group_sizes
 from voltriton.checkpoint.codec import Rule, dequantise, quantise
 from voltriton.checkpoint.convert import main
-from voltriton.checkpoint.feedback import feedback_scales
+from voltriton.checkpoint.feedback import Basis, feedback_scales
 from voltriton.checkpoint.layers import LayerwiseModel
 from voltriton.checkpoint.scales import max_scales, searched_scales
 from voltriton.checkpoint.source import Source
@@ -62,7 +62,7 @@ def test_feedback_rounds_onto_the_grid_and_lowers_the_output_error(rule: Rule) -
     def output_error(values: torch.Tensor) -> float:
         return float((inputs @ (values - weight).T).square().mean())
 
-    rounded, scale = feedback_scales(weight, h, top, rule, 0.0)
+    rounded, scale = feedback_scales(weight, Basis.of(h, 0.0), top, rule)
     back = dequantise(quantise(rounded, scale, top, rule), scale, top, rule)
     torch.testing.assert_close(back, rounded, rtol=0, atol=0)
     by_search = searched_scales(weight, top, rule, h.diagonal())
@@ -77,7 +77,7 @@ def test_feedback_without_correlation_is_the_weighted_search() -> None:
     rule, weight = Rule.MODELOPT, torch.randn(16, 64)
     h = torch.diag(torch.rand(64) + 0.1)
     top = rule.global_scale(weight.abs().max())
-    rounded, scale = feedback_scales(weight, h, top, rule, 0.0)
+    rounded, scale = feedback_scales(weight, Basis.of(h, 0.0), top, rule)
     by_search = searched_scales(weight, top, rule, h.diagonal() + 0.01 * h.diagonal().mean())
     assert (scale.float() == by_search.float()).float().mean() > 0.99
     plain = dequantise(quantise(weight, scale, top, rule), scale, top, rule)

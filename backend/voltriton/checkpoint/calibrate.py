@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from voltriton.checkpoint.codec import Rule, quantise
+from voltriton.checkpoint.codec import Rule, dequantise, quantise
 from voltriton.checkpoint.errors import CheckpointError
-from voltriton.checkpoint.feedback import feedback_scales
+from voltriton.checkpoint.feedback import Basis, feedback_scales
 from voltriton.checkpoint.folder import ModelFolder
 from voltriton.checkpoint.layers import LayerwiseModel
 from voltriton.checkpoint.layout import tensor_names
@@ -25,6 +26,7 @@ GROUP_COLUMNS = 4096
 # The global scale in use is the largest magnitude's times one of these, whichever rounds a sample best.
 GLOBAL_FACTORS = (1.0, 2**0.25, 2**-0.25)
 SAMPLE_ROWS = 256
+TASK_ROWS = 256  # rows of one piece of work: independent of each other, small enough for the cache
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def calibrate(
     rule: Rule,
     recipe: Recipe,
     input_scale: bool,
+    threads: int,
 ) -> None:
     """Write the quantised tensors of all `groups` (module names by fused layer), layer after layer."""
     tokenizer = load_tokenizer(source.path)
@@ -89,13 +92,16 @@ def calibrate(
             f"{sorted(outside)[0]} is in no decoder layer and cannot be calibrated: --exclude it"
         )
     total = sum(source.weights[f"{m}.weight"].spec.nbytes for members in groups.values() for m in members)
-    with meter("calibrating", total) as shown:
+    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+    with pool, meter("calibrating", total) as shown:
         for index, members in by_layer.items():
             with model.layer(index) as layer:
+                torch.set_num_threads(threads)  # the forward pass: large products
                 moments, states = _observe(model, layer, index, members)
+                torch.set_num_threads(1)  # the rounding: many small steps, so several pieces at once
                 for group, modules in members.items():
-                    write = _Writer(folder, rule, moments[group], recipe, input_scale)
-                    write.group({m: _linear(layer, index, m).weight.data for m in modules})
+                    weights = {m: _linear(layer, index, m).weight.data for m in modules}
+                    _Writer(folder, rule, moments[group], recipe, input_scale).group(weights, pool)
                     shown.add(sum(source.weights[f"{m}.weight"].spec.nbytes for m in modules))
                 model.states = states
 
@@ -142,7 +148,7 @@ class _Writer:
     recipe: Recipe
     input_scale: bool
 
-    def group(self, weights: dict[str, torch.Tensor]) -> None:
+    def group(self, weights: dict[str, torch.Tensor], pool: ThreadPoolExecutor) -> None:
         names = [n for m in weights for n in tensor_names(m, self.rule)[: 4 if self.input_scale else 3]]
         if set(names) <= self.folder.done:
             return
@@ -151,32 +157,42 @@ class _Writer:
                 raise CheckpointError(f"{module}.weight has NaN or infinite values")
         parts = self.moments.groups()
         importance = torch.cat([p.diagonal() for p in parts])
+        bases = [Basis.of(p, self.recipe.shrink) for p in parts] if self.recipe.feedback else []
         top = best_global_scale(list(weights.values()), importance, self.rule)
-        for module, weight in weights.items():
-            self._one(module, weight, parts, importance, top)
+        tasks = [
+            pool.submit(self._rows, module, begin, weight[begin : begin + TASK_ROWS], bases, importance, top)
+            for module, weight in weights.items()
+            for begin in range(0, len(weight), TASK_ROWS)
+        ]
+        for task in tasks:
+            task.result()
+        for module in weights:
+            self._scalars(module, top)
         self.folder.finish(*names)
 
-    def _one(
+    def _rows(
         self,
         module: str,
+        begin: int,
         weight: torch.Tensor,
-        parts: list[torch.Tensor],
+        bases: list[Basis],
         importance: torch.Tensor,
         top: torch.Tensor,
     ) -> None:
-        packed_name, scale_name, top_name, input_name = tensor_names(module, self.rule)
-        if self.recipe.feedback:
-            columns = weight.split_with_sizes([len(p) for p in parts], 1)
-            done = [
-                feedback_scales(w, p, top, self.rule, self.recipe.shrink)
-                for w, p in zip(columns, parts, strict=True)
-            ]
-            rounded, scale = torch.cat([d[0] for d in done], 1), torch.cat([d[1].float() for d in done], 1)
-            scale = scale.to(torch.float8_e4m3fn)
+        if bases:
+            columns = weight.split_with_sizes([len(b.order) for b in bases], 1)
+            done = [feedback_scales(w, b, top, self.rule) for w, b in zip(columns, bases, strict=True)]
+            weight = torch.cat([rounded for rounded, _ in done], 1)
+            scale = torch.cat([codes.view(torch.uint8) for _, codes in done], 1).view(torch.float8_e4m3fn)
         else:
-            rounded, scale = weight, searched_scales(weight, top, self.rule, importance)
-        self.folder.write(packed_name, 0, quantise(rounded, scale, top, self.rule))
-        self.folder.write(scale_name, 0, scale)
+            scale = searched_scales(weight, top, self.rule, importance)
+        packed_name, scale_name, _, _ = tensor_names(module, self.rule)
+        packed = quantise(weight, scale, top, self.rule)
+        self.folder.write(packed_name, begin * packed.shape[1], packed)
+        self.folder.write(scale_name, begin * scale.shape[1], scale)
+
+    def _scalars(self, module: str, top: torch.Tensor) -> None:
+        _, _, top_name, input_name = tensor_names(module, self.rule)
         self.folder.write(top_name, 0, top)
         if self.input_scale:
             self.folder.write(input_name, 0, self.rule.global_scale(self.moments.amax))
@@ -199,7 +215,5 @@ def best_global_scale(weights: list[torch.Tensor], importance: torch.Tensor, rul
 def weighted_error(
     weight: torch.Tensor, scale: torch.Tensor, top: torch.Tensor, rule: Rule, importance: torch.Tensor
 ) -> torch.Tensor:
-    from voltriton.checkpoint.codec import dequantise
-
     back = dequantise(quantise(weight, scale, top, rule), scale, top, rule)
     return ((back - weight).square() * importance).sum()

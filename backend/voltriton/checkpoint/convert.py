@@ -55,8 +55,8 @@ def convert(source_path: Path, out: Path, options: Options) -> None:
     identity = json.dumps([str(source_path.resolve()), _stamps(source), _plain(options)])
     with ModelFolder(out, job.specs(), identity) as folder:
         if isinstance(job, _Quantise) and options.calibration is not None:
-            torch.set_num_threads(options.threads)
-            calibrate(source, job.groups, folder, options.layout, options.calibration, options.input_scale)
+            recipe, threads = options.calibration, options.threads
+            calibrate(source, job.groups, folder, options.layout, recipe, options.input_scale, threads)
         torch.set_num_threads(1)  # here the parallel unit is the tensor
         _run(job.tasks(folder), folder, options.threads, f"quantising {source_path.name}")
         _write_metadata(folder, source, options, job.kept(), job.input_scale)

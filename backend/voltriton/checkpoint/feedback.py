@@ -10,6 +10,8 @@ thousand tokens it describes the calibration text as much as the model.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from voltriton.checkpoint.codec import BLOCK, E4M3_MAX, Rule
@@ -36,15 +38,27 @@ def block_order(moments: torch.Tensor) -> torch.Tensor:
     return (blocks[:, None] * BLOCK + torch.arange(BLOCK)).reshape(-1)
 
 
+@dataclass(frozen=True)
+class Basis:
+    """What all rows of a layer share: the order of its columns, and `inverse_factor` in that order."""
+
+    order: torch.Tensor
+    factor: torch.Tensor
+
+    @staticmethod
+    def of(moments: torch.Tensor, shrink: float) -> Basis:
+        order = block_order(moments)
+        return Basis(order, inverse_factor(moments[order][:, order], shrink))
+
+
 def feedback_scales(
-    weight: torch.Tensor, moments: torch.Tensor, global_scale: torch.Tensor, rule: Rule, shrink: float
+    weight: torch.Tensor, basis: Basis, global_scale: torch.Tensor, rule: Rule
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weight to round [rows, columns], E4M3 scales [rows, columns / 16]).
 
     The first is on the E2M1 grid of the second, so plain rounding of it gives the codes.
     """
-    order = block_order(moments)
-    factor = inverse_factor(moments[order][:, order], shrink)
+    order, factor = basis.order, basis.factor
     left = weight[:, order].clone()
     result = torch.empty_like(weight)
     codes = torch.empty(weight.shape[0], weight.shape[1] // BLOCK, dtype=torch.uint8)

@@ -21,6 +21,18 @@ from voltriton.checkpoint.source import Source
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
 
 
+def empty_model(source: Source) -> Any:
+    """transformers' model of the configuration, its parameters without storage."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(source.path)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+
+
 class _Recorder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -40,25 +52,21 @@ class LayerwiseModel:
             raise CheckpointError(
                 f"calibration does not handle {family!r}; it handles {', '.join(FAMILIES)} (convert without --calib)"
             )
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        from transformers import AutoConfig, AutoModelForCausalLM
-
         self._source = source
-        config = AutoConfig.from_pretrained(source.path)
-        config.quantization_config = None
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model = empty_model(source)
         self._base = model.model.eval()
+        self._norm = self._base.norm
+        self._head: torch.Tensor | None = None
         self._layers = list(self._base.layers)
         self.states = [self._embed(ids) for ids in windows]
-        self._given = self._record(config)
+        self._given = self._record(model.config)
 
     def __len__(self) -> int:
         return len(self._layers)
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Only the rows in use are read."""
-        table = self._source.weights["model.embed_tokens.weight"]
+        table = self._source.matrix("model.embed_tokens.weight")
         unique, places = torch.unique(ids, return_inverse=True)
         rows = torch.cat([table.rows(i, i + 1) for i in unique.tolist()])
         scale = float(getattr(self._base.embed_tokens, "scalar_embed_scale", 1.0))  # Gemma's
@@ -79,14 +87,32 @@ class LayerwiseModel:
         layer = self._layers[index].to_empty(device="cpu")
         prefix = f"model.layers.{index}."
         for name, parameter in layer.named_parameters():
-            weight = self._source.weights.get(prefix + name)
-            if weight is None or weight.spec.shape != tuple(parameter.shape):
-                raise CheckpointError(f"{self._source.path}: {prefix}{name} is missing or has another shape")
-            parameter.requires_grad_(False).copy_(weight.rows(0, parameter.shape[0]))
+            self._fill(parameter, prefix + name)
         try:
             yield layer
         finally:
             layer.to("meta")
+
+    def _fill(self, parameter: nn.Parameter, name: str) -> None:
+        weight = self._source.matrix(name)
+        if weight.spec.shape != tuple(parameter.shape):
+            raise CheckpointError(f"{self._source.path}: {name} has shape {weight.spec.shape}")
+        parameter.requires_grad_(False).copy_(weight.rows(0, parameter.shape[0]))
+
+    @torch.no_grad()
+    def logits(self, index: int, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first token, logits [rows, vocabulary]) of window `index`, its states having passed all layers."""
+        if self._head is None:
+            self._norm = self._norm.to_empty(device="cpu")
+            self._fill(self._norm.weight, "model.norm.weight")
+            tied = (
+                self._source.config.get("tie_word_embeddings") or "lm_head.weight" not in self._source.names
+            )
+            head = self._source.matrix("model.embed_tokens.weight" if tied else "lm_head.weight")
+            self._head = head.rows(0, head.spec.shape[0])
+        hidden = self._norm(self.states[index])[0]
+        for begin in range(0, len(hidden), rows):
+            yield begin, hidden[begin : begin + rows] @ self._head.T
 
     @torch.no_grad()
     def run(self, layer: nn.Module, index: int) -> list[torch.Tensor]:

@@ -111,6 +111,20 @@ class Source:
             )
 
     @property
+    def names(self) -> set[str]:
+        """All weights by the names they have in a 16-bit folder."""
+        return set(self.weights) | {f"{module}.weight" for module in self.nvfp4}
+
+    def matrix(self, name: str) -> Weight:
+        """A weight as numbers, packed or not."""
+        packed = self.nvfp4.get(name.removesuffix(".weight"))
+        if packed is not None:
+            return packed
+        if name not in self.weights:
+            raise CheckpointError(f"{self.path}: {name} is missing")
+        return self.weights[name]
+
+    @property
     def rule(self) -> Rule | None:
         """The NVFP4 layout of this folder, or None."""
         return nvfp4_rule(self.quantisation)
