@@ -1,0 +1,45 @@
+"""Tensor parallelism through a real tritonserver: a tiny random Qwen3 in NVFP4, TP1 against TP2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import make_tiny
+import pytest
+from conftest import real_repository
+from server import Server, alive, shm_files, wait_for
+from wire_client import Answer, WireClient, build
+
+PROMPTS = ["hello world", "this is a test of the tokenizer", "a b c d e f g", "zebra 12345 ?"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny.make(tmp_path_factory.mktemp("tiny") / "qwen3", "qwen3")
+
+
+def greedy(folder: Path, model: Path, ranks: int) -> list[list[int]]:
+    repository = real_repository(folder / f"tp{ranks}", model, tensor_parallel_size=ranks, max_model_len=256)
+    before = shm_files()
+    with Server(repository, folder / f"log{ranks}", ready_s=600) as server:
+        requests = [
+            build(
+                text,
+                id=str(i),
+                return_token_ids=True,
+                sampling_parameters={"temperature": 0, "max_tokens": 24, "ignore_eos": True},
+            )
+            for i, text in enumerate(PROMPTS)
+        ]
+        with WireClient(server.grpc_url) as client:
+            answers: dict[str, Answer] = client.answers(*requests)
+        below = server.children()
+    wait_for(lambda: not any(map(alive, below)), 30, "all processes to be gone")
+    assert shm_files() <= before
+    return [answers[str(i)].last["token_ids"] for i in range(len(PROMPTS))]
+
+
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, tiny: Path) -> None:
+    one = greedy(tmp_path, tiny / "ct_w4a16", 1)
+    assert [len(ids) for ids in one] == [24] * 4
+    assert greedy(tmp_path, tiny / "ct_w4a16", 2) == one
