@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import glob
 import hashlib
 import importlib.util
 import logging
@@ -23,9 +22,10 @@ log = logging.getLogger("voltriton.sm70")
 SOURCE_DIR = Path(__file__).resolve().parent.parent / "csrc"
 OPTIONS = ("--std=c++17", "-default-device", "--use_fast_math")
 MAX_SHARED_BYTES = 96 * 1024  # what a block of compute capability 7.0 can be given
+_STATIC_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
-Argument = torch.Tensor | int | float | None
+Argument = torch.Tensor | int | float | ctypes.c_uint64 | None
 
 
 class CompileError(RuntimeError):
@@ -45,7 +45,7 @@ def _nvrtc_candidates() -> list[str]:
     found = [named] if named else []
     spec = importlib.util.find_spec("nvidia")
     for root in (spec.submodule_search_locations or []) if spec else []:
-        found += sorted(glob.glob(f"{root}/cuda_nvrtc/lib/libnvrtc.so.12"))
+        found += [str(p) for p in Path(root).glob("cuda_nvrtc/lib/libnvrtc.so.12")]
     return [*found, "libnvrtc.so.12"]
 
 
@@ -70,8 +70,8 @@ class Nvrtc:
     @staticmethod
     def _open(path: str) -> ctypes.CDLL:
         # NVRTC looks for its builtins library by bare name; loading it first makes it found.
-        for builtins in glob.glob(f"{os.path.dirname(path)}/libnvrtc-builtins.so.12*"):
-            ctypes.CDLL(builtins, mode=ctypes.RTLD_GLOBAL)
+        for builtins in Path(path).parent.glob("libnvrtc-builtins.so.12*"):
+            ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(path)
 
     def _check(self, code: int) -> None:
@@ -107,21 +107,28 @@ def nvrtc() -> Nvrtc:
     return Nvrtc()
 
 
-def read_source(name: str) -> str:
-    """A file of `csrc/` with its `#include "..."` lines put in place (NVRTC is given one text)."""
-    lines = []
-    for line in (SOURCE_DIR / name).read_text(encoding="utf-8").splitlines():
-        if line.startswith('#include "'):
-            lines.append(read_source(line.split('"')[1]))
-        else:
-            lines.append(line)
-    return "\n".join(lines)
+def read_source(*names: str) -> str:
+    """Files of `csrc/` as one text, each `#include "..."` replaced by that file, every file at most once."""
+    seen: set[str] = set()
+
+    def read(name: str) -> list[str]:
+        if name in seen:
+            return []
+        seen.add(name)
+        lines: list[str] = []
+        for line in (SOURCE_DIR / name).read_text(encoding="utf-8").splitlines():
+            lines += read(line.split('"')[1]) if line.startswith('#include "') else [line]
+        return lines
+
+    return "\n".join(line for name in names for line in read(name)) + "\n"
 
 
 def build(source: str, arch: str) -> bytes:
-    """The compiled image, from the disk cache when the same source was compiled for `arch` before."""
-    version = nvrtc().version
-    key = hashlib.sha256(repr((source, arch, OPTIONS, version)).encode()).hexdigest()
+    """The compiled image, from the disk cache when the same source was compiled for `arch` before.
+
+    A filled cache needs no NVRTC, so an image can bring its kernels compiled.
+    """
+    key = hashlib.sha256(repr((source, arch, OPTIONS)).encode()).hexdigest()
     path = cache_dir() / f"{key[:32]}.{'cubin' if arch.startswith('sm_') else 'ptx'}"
     try:
         return path.read_bytes()
@@ -136,7 +143,7 @@ def _store(path: Path, image: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
             f.write(image)
-        os.replace(f.name, path)  # several ranks may compile the same source at once
+        Path(f.name).replace(path)  # several ranks may compile the same source at once
     except OSError as e:
         log.warning("compiled kernels are not kept in %s: %s", path.parent, e)
 
@@ -164,25 +171,36 @@ def _check_driver(code: int, what: str) -> None:
 class Kernel:
     """One function of a loaded module."""
 
-    def __init__(self, handle: ctypes.c_void_p, name: str, shared_bytes: int) -> None:
+    def __init__(self, handle: ctypes.c_void_p, name: str) -> None:
         self._handle, self._name = handle, name
-        code = _driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, shared_bytes)
-        _check_driver(code, f"{name}: dynamic shared memory of {shared_bytes} bytes")
+        static = ctypes.c_int()
+        code = _driver().cuFuncGetAttribute(ctypes.byref(static), _STATIC_SHARED, handle)
+        _check_driver(code, f"{name}: static shared memory")
+        dynamic = MAX_SHARED_BYTES - static.value
+        code = _driver().cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, dynamic)
+        _check_driver(code, f"{name}: dynamic shared memory of {dynamic} bytes")
 
     def __call__(
-        self, grid: tuple[int, int, int], threads: int, shared_bytes: int, *args: Argument
+        self,
+        grid: tuple[int, int, int],
+        threads: int | tuple[int, int, int],
+        shared_bytes: int,
+        *args: Argument,
     ) -> None:
         """Launch on torch's current stream. Tensors pass as addresses (None: null), int as int32, float as float32."""
         values = [_argument(a) for a in args]
         array = (ctypes.c_void_p * len(values))(*[ctypes.addressof(v) for v in values])
         stream = torch.cuda.current_stream().cuda_stream
-        code = _driver().cuLaunchKernel(self._handle, *grid, threads, 1, 1, shared_bytes, stream, array, None)
-        _check_driver(code, f"{self._name}: launch, grid {grid}, {threads} threads, {shared_bytes} bytes")
+        block = (threads, 1, 1) if isinstance(threads, int) else threads
+        code = _driver().cuLaunchKernel(self._handle, *grid, *block, shared_bytes, stream, array, None)
+        _check_driver(code, f"{self._name}: launch, grid {grid}, {block} threads, {shared_bytes} bytes")
 
 
-def _argument(value: Argument) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_float:
+def _argument(value: Argument) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_float | ctypes.c_uint64:
     if value is None or isinstance(value, torch.Tensor):
         return ctypes.c_void_p(0 if value is None else value.data_ptr())
+    if isinstance(value, ctypes.c_uint64):
+        return value
     return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_int(value)
 
 
@@ -195,26 +213,15 @@ class Module:
         _check_driver(_driver().cuModuleLoadData(ctypes.byref(self._handle), image), "loading kernels")
         self._kernels: dict[str, Kernel] = {}
 
-    def kernel(self, name: str, static_shared_bytes: int = 0) -> Kernel:
+    def kernel(self, name: str) -> Kernel:
         if name not in self._kernels:
             handle = ctypes.c_void_p()
             code = _driver().cuModuleGetFunction(ctypes.byref(handle), self._handle, name.encode())
             _check_driver(code, f"no kernel {name}")
-            self._kernels[name] = Kernel(handle, name, MAX_SHARED_BYTES - static_shared_bytes)
+            self._kernels[name] = Kernel(handle, name)
         return self._kernels[name]
 
 
 def device_arch(device: int) -> str:
     """Machine code on Volta itself; elsewhere PTX for Volta, which the driver translates."""
     return "sm_70" if torch.cuda.get_device_capability(device) == (7, 0) else "compute_70"
-
-
-@functools.cache
-def load(source_name: str, device: int) -> Module:
-    """The module of `csrc/<source_name>` on a device; compiled on first use, then kept."""
-    return load_text(read_source(source_name), device)
-
-
-def load_text(source: str, device: int) -> Module:
-    with torch.cuda.device(device):
-        return Module(build(source, device_arch(device)))

@@ -68,7 +68,9 @@ def check_shapes(weight: torch.Tensor, scale: torch.Tensor) -> tuple[int, int]:
         got, want = tuple(scale.shape), (*weight.shape[:-1], k // GROUP)
         raise ValueError(f"weight_scale: got shape {got}, allowed is {want}")
     if scale.element_size() != 1:
-        raise ValueError(f"weight_scale: got dtype {scale.dtype}, allowed is torch.float8_e4m3fn (or its bytes)")
+        raise ValueError(
+            f"weight_scale: got dtype {scale.dtype}, allowed is torch.float8_e4m3fn (or its bytes)"
+        )
     return n, k
 
 
@@ -78,7 +80,7 @@ def pack(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch
     Where K needs no padding and `weight` is contiguous and aligned, the words are written over it.
     Raises ValueError on shapes that do not fit and on NaN scales.
     """
-    n, k = check_shapes(weight, scale)
+    _, k = check_shapes(weight, scale)
     scale_bytes = scale.contiguous().view(torch.uint8)
     if bool(((scale_bytes & 0x7F) == 0x7F).any()):
         raise ValueError("weight_scale: has NaN")

@@ -1,0 +1,131 @@
+"""Decode attention over a paged cache as a torch custom op."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+
+from voltriton_vllm.sm70.runtime import Runtime, runtime
+from voltriton_vllm.sm70.variants import DECODE_OCCUPANCY, Decode, ceil_div
+
+HEAD_SIZES = (64, 128, 256)
+_KEYS_A_SPLIT = 128  # fewer are not worth a block
+
+
+def head_group(group: int) -> int:
+    """Query heads of one key head that a block takes: the largest of 8, 4, 2, 1 that divides `group`."""
+    return next(g for g in (8, 4, 2, 1) if group % g == 0)
+
+
+def split_count(device: Runtime, blocks: int, max_length: int) -> int:
+    """Parts the context is cut into so that every multiprocessor has a few blocks."""
+    wanted = ceil_div(4 * device.multiprocessors, blocks)
+    return max(1, min(wanted, ceil_div(max_length, _KEYS_A_SPLIT), 64))
+
+
+@torch.library.custom_op("voltriton_sm70::paged_decode", mutates_args=("out",), device_types="cuda")
+def paged_decode(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    max_length: int,
+    scale: float,
+    window: int,
+    k_scale: float,
+    v_scale: float,
+) -> None:
+    """out[b] = softmax(scale * query[b] . keys) . values, one new token a sequence; float32 inside.
+
+    out, query float16 [B, heads, D], D in HEAD_SIZES, last dimension contiguous. key_cache, value_cache
+    [blocks, block size, key heads, D] of any strides (last one 1), float16, or e4m3 bytes (uint8 or
+    float8_e4m3fn) that count k_scale and v_scale times. block_table int32 [B, >= blocks of a sequence],
+    lengths int32 [B]: tokens to attend to, the new one included; 0 gives zeros. max_length: a bound of
+    the lengths (it sets the launch; in a captured graph the model's maximum). window: attend to the last
+    `window` tokens only; 0 for all. Raises ValueError.
+    """
+    _check(out, query, key_cache, value_cache, block_table, lengths)
+    device = runtime(query.device.index)
+    batch, heads, size = query.shape
+    key_heads = key_cache.shape[2]
+    group = heads // key_heads
+    bytes_a_value = key_cache.element_size()
+    g = head_group(group)
+    variant = Decode(size, g, int(bytes_a_value == 1), DECODE_OCCUPANCY[g])
+    splits = split_count(device, batch * heads // g, max_length)
+    part = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=query.device)
+    stats = torch.empty(batch, heads, splits, 2, dtype=torch.float32, device=query.device)
+    strides = [
+        ctypes.c_uint64(cache.stride(dim) * bytes_a_value)
+        for cache in (key_cache, value_cache)
+        for dim in range(3)
+    ]
+    device.kernel(variant.name)(
+        (splits, heads // g, batch),
+        128,
+        variant.shared_bytes,
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        lengths,
+        part,
+        stats,
+        *strides,
+        query.stride(0),
+        query.stride(1),
+        heads,
+        group,
+        key_cache.shape[1],
+        block_table.stride(0),
+        window,
+        scale * k_scale * math.log2(math.e),
+    )
+    factor = v_scale * (256.0 if bytes_a_value == 1 else 1.0)  # e4m3 is expanded to value * 2^-8
+    device.kernel("decode_combine")(
+        (heads, batch, 1),
+        size,
+        0,
+        part,
+        stats,
+        out,
+        heads,
+        splits,
+        size,
+        out.stride(0),
+        out.stride(1),
+        factor,
+    )
+
+
+def _check(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+) -> None:
+    if query.dtype != torch.float16 or query.dim() != 3 or query.shape[2] not in HEAD_SIZES:
+        got = f"{query.dtype} {tuple(query.shape)}"
+        raise ValueError(f"query: got {got}, allowed is torch.float16 [B, heads, D], D in {HEAD_SIZES}")
+    if out.shape != query.shape or out.dtype != torch.float16:
+        raise ValueError(f"out: got {out.dtype} {tuple(out.shape)}, allowed is that of query")
+    if key_cache.dtype not in (torch.float16, torch.uint8, torch.float8_e4m3fn):
+        raise ValueError(f"key_cache: got {key_cache.dtype}, allowed are float16 and e4m3 bytes")
+    if key_cache.shape != value_cache.shape or key_cache.dtype != value_cache.dtype:
+        raise ValueError("key_cache, value_cache: got different shapes or types, allowed are equal ones")
+    if key_cache.shape[3] != query.shape[2] or query.shape[1] % key_cache.shape[2]:
+        raise ValueError(f"key_cache: got shape {tuple(key_cache.shape)} for query {tuple(query.shape)}")
+    if any(t.stride(-1) != 1 for t in (out, query, key_cache, value_cache)):
+        raise ValueError("out, query, key_cache, value_cache: the last dimension must be contiguous")
+    if any(c.data_ptr() % 16 or c.stride(1) % 16 or c.stride(2) % 16 for c in (key_cache, value_cache)):
+        raise ValueError("key_cache, value_cache: must be aligned to 16 bytes")
+    if block_table.dtype != torch.int32 or lengths.dtype != torch.int32:
+        raise ValueError(
+            f"block_table, lengths: got {block_table.dtype}, {lengths.dtype}, allowed is torch.int32"
+        )

@@ -1,0 +1,282 @@
+"""The kernel variants that are compiled, and which one runs a shape.
+
+The choices were measured on an H200 (docs/performance.md); on a V100 they are a prediction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import ClassVar, TypeVar
+
+MAX_SHARED = 96 * 1024
+_X_BYTES_GEMV = 48 * 1024  # shared memory that x may take, so that several blocks fit a multiprocessor
+_X_BYTES_GEMM = 33 * 1024
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class _Variant:
+    macro: ClassVar[str]
+
+    @property
+    def name(self) -> str:
+        raise NotImplementedError
+
+    def line(self) -> str:
+        """The line of source that instantiates the kernel."""
+        return f"{self.macro}({', '.join(str(v) for v in astuple(self))})"
+
+
+@dataclass(frozen=True)
+class Gemv(_Variant):
+    """`GEMV` of csrc/sm70_gemv.cu: m vectors; see `gemv_body` there for the other numbers."""
+
+    macro: ClassVar[str] = "GEMV"
+    m: int
+    kl: int
+    r: int
+    wk: int
+    nw: int
+    d: int
+    occupancy: int
+
+    @property
+    def name(self) -> str:
+        return f"gemv_m{self.m}_kl{self.kl}_r{self.r}_wk{self.wk}_nw{self.nw}_d{self.d}_o{self.occupancy}"
+
+    @property
+    def rows(self) -> int:
+        """Rows of the matrix that a block takes."""
+        return 32 // self.kl * self.r * (self.nw // self.wk)
+
+    def staging(self, k: int) -> tuple[int, int]:
+        """(steps of K a staging, bytes of shared memory)."""
+        return _gemv_staging(self.m, self.kl, self.wk * self.d, k, self.wk * self.m * self.rows * 4)
+
+
+def _gemv_staging(m: int, kl: int, quantum: int, k: int, extra_bytes: int) -> tuple[int, int]:
+    step_bytes = m * kl * 72  # 32 activations and two factors a unit
+    whole = ceil_div(ceil_div(ceil_div(k, 32), kl), quantum) * quantum
+    steps = min(whole, max(quantum, _X_BYTES_GEMV // step_bytes // quantum * quantum))
+    return steps, steps * step_bytes + extra_bytes
+
+
+@dataclass(frozen=True)
+class MoeUp(_Variant):
+    """`MOE_UP` of csrc/sm70_moe.cu."""
+
+    macro: ClassVar[str] = "MOE_UP"
+    kl: int
+    r: int
+    wk: int
+    nw: int
+    d: int
+    occupancy: int
+
+    @property
+    def name(self) -> str:
+        return f"moe_up_kl{self.kl}_r{self.r}_wk{self.wk}_nw{self.nw}_d{self.d}_o{self.occupancy}"
+
+    @property
+    def rows(self) -> int:
+        """Rows of the output (a gate and an up row each) that a block takes."""
+        return 32 // self.kl * self.r * (self.nw // self.wk) // 2
+
+    def staging(self, k: int) -> tuple[int, int]:
+        return _gemv_staging(1, self.kl, self.wk * self.d, k, self.wk * self.rows * 2 * 4)
+
+
+@dataclass(frozen=True)
+class MoeDown(_Variant):
+    """`MOE_DOWN` of csrc/sm70_moe.cu."""
+
+    macro: ClassVar[str] = "MOE_DOWN"
+    kl: int
+    r: int
+    d: int
+    occupancy: int
+
+    @property
+    def name(self) -> str:
+        return f"moe_down_kl{self.kl}_r{self.r}_d{self.d}_o{self.occupancy}"
+
+    @property
+    def rows(self) -> int:
+        return 32 // self.kl * self.r
+
+    def launch(self, k: int, topk: int) -> tuple[int, int]:
+        """(warps, bytes of shared memory); (0, 0) where even one warp's activations do not fit."""
+        warp_bytes = ceil_div(ceil_div(k, 32), self.kl) * self.kl * 72
+        warps = min(topk, 16, (MAX_SHARED - topk * self.rows * 4) // warp_bytes)
+        return (warps, warps * warp_bytes + topk * self.rows * 4) if warps > 0 else (0, 0)
+
+
+@dataclass(frozen=True)
+class Gemm(_Variant):
+    """`GEMM` of csrc/sm70_gemm.cu: up to 8 * xb rows of x a block."""
+
+    macro: ClassVar[str] = "GEMM"
+    xb: int
+    nt: int
+    wr: int
+    wk: int
+    d: int
+    kb: int
+    occupancy: int
+
+    @property
+    def name(self) -> str:
+        return f"gemm_xb{self.xb}_nt{self.nt}_wr{self.wr}_wk{self.wk}_d{self.d}_kb{self.kb}_o{self.occupancy}"
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.nt * self.wr
+
+    @property
+    def threads(self) -> int:
+        return self.wr * self.wk * 32
+
+    def staging(self, k: int, fragment: int) -> tuple[int, int]:
+        """(blocks of 128 of K a staging, bytes of shared memory); fragment: FRAG of csrc/sm70_gemm.cu."""
+        return _gemm_staging(self.xb, self.wk * self.d, self.kb, self.wk * (self.rows + 4), k, fragment)
+
+
+def _gemm_staging(xb: int, quantum: int, kb: int, sums: int, k: int, fragment: int) -> tuple[int, int]:
+    whole_rows = 16 * ceil_div(xb, 2)
+    x_rows = whole_rows if fragment == 70 else 8 * xb
+    whole = ceil_div(ceil_div(k, 128), quantum) * quantum
+    count = kb or min(whole, max(quantum, _X_BYTES_GEMM // (x_rows * 256) // quantum * quantum))
+    x_bytes = x_rows * (count * 16 + 2) * 16 * (2 if kb else 1)
+    return count, max(x_bytes, whole_rows * sums * 4)
+
+
+@dataclass(frozen=True)
+class MoeGemm(_Variant):
+    """`MOE_GEMM` of csrc/sm70_gemm.cu."""
+
+    macro: ClassVar[str] = "MOE_GEMM"
+    xb: int
+    nt: int
+    wr: int
+    d: int
+    kb: int
+    occupancy: int
+
+    @property
+    def name(self) -> str:
+        return f"moe_gemm_xb{self.xb}_nt{self.nt}_wr{self.wr}_d{self.d}_kb{self.kb}_o{self.occupancy}"
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.nt * self.wr
+
+    @property
+    def threads(self) -> int:
+        return self.wr * 32
+
+    def staging(self, k: int, fragment: int) -> tuple[int, int]:
+        return _gemm_staging(self.xb, self.d, self.kb, self.rows + 4, k, fragment)
+
+
+@dataclass(frozen=True)
+class HalfGemv(_Variant):
+    """`HGEMV` of csrc/sm70_glue.cu."""
+
+    macro: ClassVar[str] = "HGEMV"
+    m: int
+    kl: int
+    r: int
+    wk: int
+    nw: int
+    d: int
+    occupancy: int
+
+    @property
+    def name(self) -> str:
+        return f"hgemv_m{self.m}_kl{self.kl}_r{self.r}_wk{self.wk}_nw{self.nw}_d{self.d}_o{self.occupancy}"
+
+    @property
+    def rows(self) -> int:
+        return 32 // self.kl * self.r * (self.nw // self.wk)
+
+    def shared_bytes(self, k: int) -> int:
+        return self.m * k * 2 + self.wk * self.m * self.rows * 4
+
+
+@dataclass(frozen=True)
+class Decode(_Variant):
+    """`DECODE` of csrc/sm70_attention.cu: head size, query heads a block, 1 for e4m3 bytes."""
+
+    macro: ClassVar[str] = "DECODE"
+    size: int
+    heads: int
+    fp8: int
+    occupancy: int
+
+    @property
+    def name(self) -> str:
+        return f"decode_d{self.size}_g{self.heads}_f{self.fp8}_o{self.occupancy}"
+
+    @property
+    def shared_bytes(self) -> int:
+        keys = 8 * (256 // self.size)  # of a warp's tile
+        while_running = self.heads * self.size + 4 * (self.heads * keys + self.heads)
+        at_the_end = 4 * self.heads * self.size + 4 * self.heads * 2
+        return 4 * max(while_running, at_the_end)
+
+
+# (least N, variant), the first that fits; N small: K is split over more warps so that all multiprocessors have work.
+GEMV: dict[int, list[tuple[int, Gemv]]] = {
+    1: [
+        (20000, Gemv(1, 8, 2, 1, 8, 2, 4)),
+        (8000, Gemv(1, 8, 1, 1, 4, 4, 8)),
+        (3000, Gemv(1, 16, 2, 2, 8, 2, 3)),
+        (0, Gemv(1, 8, 1, 4, 8, 2, 6)),
+    ],
+    2: [(8000, Gemv(2, 8, 2, 1, 8, 2, 3)), (0, Gemv(2, 8, 2, 4, 8, 2, 3))],
+}
+# By the rows of x that a block takes, 8 * xb.
+GEMM: dict[int, list[tuple[int, Gemm]]] = {
+    8: [
+        (16000, Gemm(1, 1, 4, 2, 2, 0, 3)),
+        (8000, Gemm(1, 2, 1, 4, 1, 0, 5)),
+        (0, Gemm(1, 1, 1, 8, 1, 0, 3)),
+    ],
+    16: [(8000, Gemm(2, 1, 4, 2, 2, 0, 3)), (0, Gemm(2, 1, 1, 8, 1, 0, 3))],
+    32: [(16000, Gemm(4, 1, 8, 1, 1, 1, 2)), (0, Gemm(4, 1, 4, 2, 1, 2, 2))],
+    64: [(16000, Gemm(8, 1, 8, 1, 1, 1, 1)), (0, Gemm(8, 1, 4, 2, 1, 2, 1))],
+}
+MOE_UP = MoeUp(8, 2, 2, 8, 2, 4)
+MOE_UP_MANY = MoeUp(8, 4, 2, 8, 1, 3)  # from four tokens on
+MOE_DOWN = MoeDown(4, 2, 1, 2)
+MOE_DOWN_NARROW = MoeDown(2, 2, 1, 2)  # intermediate size up to 256
+MOE_GEMM_FEW = MoeGemm(2, 1, 4, 2, 0, 4)  # few rows an expert
+MOE_GEMM_MANY = MoeGemm(8, 1, 8, 1, 1, 1)
+HALF_GEMV: dict[int, HalfGemv] = {m: HalfGemv(m, 16, 1, 4, 8, 4, 4) for m in (1, 2)} | {
+    m: HalfGemv(m, 16, 2, 2, 8, 2, 3) for m in (3, 4)
+}
+DECODE_OCCUPANCY = {8: 2, 4: 3, 2: 3, 1: 4}
+
+T = TypeVar("T")
+
+
+def by_rows(table: list[tuple[int, T]], n: int) -> T:
+    """The first entry of a table whose least N is reached."""
+    return next(variant for least, variant in table if n >= least)
+
+
+def all_variants() -> list[_Variant]:
+    found: list[_Variant] = [v for table in GEMV.values() for _, v in table]
+    found += [v for table in GEMM.values() for _, v in table]
+    found += [MOE_UP, MOE_UP_MANY, MOE_DOWN, MOE_DOWN_NARROW, MOE_GEMM_FEW, MOE_GEMM_MANY]
+    found += HALF_GEMV.values()
+    found += [
+        Decode(size, g, fp8, o)
+        for size in (64, 128, 256)
+        for g, o in DECODE_OCCUPANCY.items()
+        for fp8 in (0, 1)
+    ]
+    return found
