@@ -214,8 +214,10 @@ def connection_failure(details: str, address: str) -> ConnectionFailed | None:
             "certificate names this host, and the dates"
         )
     if "Socket closed" in details or "GOAWAY" in details:
-        return ConnectionFailed(
-            f"{address} closes the connection: it may want TLS (--tls), or be no gRPC port"
+        # Both Triton's HTTP port and a TLS port do just this.
+        return WrongProtocol(
+            f"{address} closes the connection: it is Triton's HTTP port (the gRPC port is 8001 unless set), or it "
+            "wants TLS (--tls)"
         )
     return ConnectionFailed(
         f"nothing answers at {address} ({_short(details)}): start the server (`voltriton serve`), or "

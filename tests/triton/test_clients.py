@@ -191,7 +191,11 @@ def test_plain_infer_on_the_streaming_model(server: Server, client: vc.Client) -
     body = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["x"]}]}
     status, infer_text = server.post("/v2/models/vllm/infer", body)
     assert status == 501
-    many = {"text_input": "a b c", "stream": True, "sampling_parameters": "{}"}
+    many = {
+        "text_input": script(tokens=["a ", "b"], delay_ms=100),
+        "stream": True,
+        "sampling_parameters": "{}",
+    }
     _, generate_text = server.post("/v2/models/vllm/generate", many)
     for words in (grpc_words, json.loads(infer_text)["error"], json.loads(generate_text)["error"]):
         error = vc.errors.from_text(words)
@@ -212,7 +216,7 @@ def test_message_over_the_limit(server: Server) -> None:
 
 def test_http_port_for_grpc(server: Server) -> None:
     client = vc.Client(f"127.0.0.1:{server.http}", connect_timeout_s=0.5)
-    with client, pytest.raises(vc.WrongProtocol, match="speaks HTTP"):
+    with client, pytest.raises(vc.WrongProtocol, match="Triton's HTTP port"):
         client.generate("x")
     with vc.HttpClient(server.grpc_url) as http, pytest.raises(vc.WrongProtocol, match="HTTP port"):
         http.generate("x")

@@ -154,7 +154,7 @@ def test_tls_at_a_plain_port() -> None:
 
 
 def test_plain_at_a_tls_port(tls_server: tuple[FakeServer, Path]) -> None:
-    fails(vc.Client(tls_server[0].address, connect_timeout_s=0.3), vc.ConnectionFailed, "TLS")
+    fails(vc.Client(tls_server[0].address, connect_timeout_s=0.3), vc.WrongProtocol, "wants TLS")
 
 
 def test_tls_files_that_are_not_there(tmp_path: Path) -> None:
