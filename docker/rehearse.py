@@ -3,7 +3,8 @@
     debootstrap --variant=minbase --include=ca-certificates bookworm /tmp/root
     python docker/rehearse.py docker/Dockerfile.cpu /tmp/root --stage runtime
 
-ARG, ENV, WORKDIR, COPY (from the checkout, or --from-folder for `COPY --from`) and RUN are carried out in their order; a RUN with one of the --skip texts in it is left out, and said so. Other stages are not built. Resolver, pip's
+ARG, ENV, WORKDIR, COPY (from the checkout, or --from-folder for `COPY --from`) and RUN are carried out in their order.
+A RUN with one of the --skip texts in it is left out, and said so. Other stages are not built. Resolver, pip's
 configuration and certificates of this machine are put into the root first, so that packages can be had as here.
 """
 
@@ -20,7 +21,9 @@ import time
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-BORROWED = ("/etc/resolv.conf", "/etc/pip.conf", "/etc/ssl/certs", "/usr/local/share/ca-certificates")
+BORROWED = ("/etc/resolv.conf", "/etc/pip.conf")
+# Under another name: installing ca-certificates writes the usual one anew.
+CERTIFICATES, BORROWED_CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt"), "/opt/rehearsal.crt"
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
@@ -75,6 +78,11 @@ class Rehearsal:
             elif source.is_file():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source, target)
+
+        if CERTIFICATES.is_file():
+            shutil.copy(CERTIFICATES, self._root / BORROWED_CERTIFICATES.lstrip("/"))
+            for name in ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"):
+                self._variables[name] = BORROWED_CERTIFICATES
 
     def run(self, steps: list[tuple[str, str]]) -> None:
         for name, rest in steps:
