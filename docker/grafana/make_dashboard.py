@@ -26,14 +26,42 @@ def rate(metric: str, legend: str, extra: str = "", by: str = "") -> Query:
 # Row -> panels of (title, unit, queries as (expression, legend), what it tells).
 ROWS: dict[str, list[tuple[str, str, list[Query], str]]] = {
     "Latency": [
-        ("Time to first token", "s", quantiles("vllm:time_to_first_token_seconds"), "Queue, prefill and one step."),
-        ("Between tokens", "s", quantiles("vllm:inter_token_latency_seconds"), "What a reader sees as speed."),
-        ("Whole request", "s", quantiles("vllm:e2e_request_latency_seconds"), "Depends on how long answers are."),
-        ("In the queue", "s", quantiles("vllm:request_queue_time_seconds"), "Grows first when the box is too small."),
+        (
+            "Time to first token",
+            "s",
+            quantiles("vllm:time_to_first_token_seconds"),
+            "Queue, prefill and one step.",
+        ),
+        (
+            "Between tokens",
+            "s",
+            quantiles("vllm:inter_token_latency_seconds"),
+            "What a reader sees as speed.",
+        ),
+        (
+            "Whole request",
+            "s",
+            quantiles("vllm:e2e_request_latency_seconds"),
+            "Depends on how long answers are.",
+        ),
+        (
+            "In the queue",
+            "s",
+            quantiles("vllm:request_queue_time_seconds"),
+            "Grows first when the box is too small.",
+        ),
         ("Prefill", "s", quantiles("vllm:request_prefill_time_seconds"), "Grows with prompt length."),
     ],
     "Load": [
-        ("Tokens", "short", [rate("vllm:generation_tokens_total", "generated/s"), rate("vllm:prompt_tokens_total", "prompt/s")], ""),
+        (
+            "Tokens",
+            "short",
+            [
+                rate("vllm:generation_tokens_total", "generated/s"),
+                rate("vllm:prompt_tokens_total", "prompt/s"),
+            ],
+            "",
+        ),
         (
             "Requests in the engine",
             "short",
@@ -43,7 +71,12 @@ ROWS: dict[str, list[tuple[str, str, list[Query], str]]] = {
             ],
             "",
         ),
-        ("KV cache in use", "percentunit", [(f"vllm:kv_cache_usage_perc{{{MODEL}}}", "{{instance}} {{model}}")], "Full: sequences are preempted."),
+        (
+            "KV cache in use",
+            "percentunit",
+            [(f"vllm:kv_cache_usage_perc{{{MODEL}}}", "{{instance}} {{model}}")],
+            "Full: sequences are preempted.",
+        ),
         (
             "Prompt tokens from the prefix cache",
             "percentunit",
@@ -59,18 +92,53 @@ ROWS: dict[str, list[tuple[str, str, list[Query], str]]] = {
     ],
     "Outcomes": [
         ("Requests by outcome", "reqps", [rate("voltriton:requests_total", "{{outcome}}", by="outcome")], ""),
-        ("Engine up", "short", [(f"voltriton:engine_up{{{MODEL}}}", "{{instance}} {{model}}")], "0: down or being started again."),
-        ("Engine restarts", "short", [(f"increase(voltriton:engine_restarts_total{{{MODEL}}}[1h])", "{{instance}} {{model}}")], "In the last hour."),
+        (
+            "Engine up",
+            "short",
+            [(f"voltriton:engine_up{{{MODEL}}}", "{{instance}} {{model}}")],
+            "0: down or being started again.",
+        ),
+        (
+            "Engine restarts",
+            "short",
+            [(f"increase(voltriton:engine_restarts_total{{{MODEL}}}[1h])", "{{instance}} {{model}}")],
+            "In the last hour.",
+        ),
     ],
     "Cards": [
-        ("Temperature", "celsius", [(f"voltriton_gpu_temperature_celsius{{{CARD}}}", "{{instance}} GPU {{gpu}}")], "V100 slows at about 90."),
+        (
+            "Temperature",
+            "celsius",
+            [(f"voltriton_gpu_temperature_celsius{{{CARD}}}", "{{instance}} GPU {{gpu}}")],
+            "V100 slows at about 90.",
+        ),
         ("Power", "watt", [(f"voltriton_gpu_power_watts{{{CARD}}}", "{{instance}} GPU {{gpu}}")], ""),
-        ("SM clock", "hertz", [(f'voltriton_gpu_clock_hertz{{{CARD},clock="sm"}}', "{{instance}} GPU {{gpu}}")], ""),
-        ("Holding back", "short", [(f"voltriton_gpu_throttled{{{CARD}}} > 0", "{{instance}} GPU {{gpu}} {{reason}}")], "sw_power_cap: the limit at work."),
-        ("Xid errors", "short", [(f"voltriton_gpu_xid_errors_total{{{CARD}}}", "{{instance}} GPU {{gpu}} Xid {{xid}}")], "Since the sampler started."),
-        ("Memory in use", "bytes", [(f"voltriton_gpu_memory_used_bytes{{{CARD}}}", "{{instance}} GPU {{gpu}}")], ""),
+        (
+            "SM clock",
+            "hertz",
+            [(f'voltriton_gpu_clock_hertz{{{CARD},clock="sm"}}', "{{instance}} GPU {{gpu}}")],
+            "",
+        ),
+        (
+            "Holding back",
+            "short",
+            [(f"voltriton_gpu_throttled{{{CARD}}} > 0", "{{instance}} GPU {{gpu}} {{reason}}")],
+            "sw_power_cap: the limit at work.",
+        ),
+        (
+            "Xid errors",
+            "short",
+            [(f"voltriton_gpu_xid_errors_total{{{CARD}}}", "{{instance}} GPU {{gpu}} Xid {{xid}}")],
+            "Since the sampler started.",
+        ),
+        (
+            "Memory in use",
+            "bytes",
+            [(f"voltriton_gpu_memory_used_bytes{{{CARD}}}", "{{instance}} GPU {{gpu}}")],
+            "",
+        ),
     ],
-}  # fmt: skip
+}
 
 
 def dashboard() -> dict[str, Any]:
