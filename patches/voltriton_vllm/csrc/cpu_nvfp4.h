@@ -1,7 +1,8 @@
 // NVFP4 linear layers on CPUs: what the kernels (one object file an instruction set) offer to the operator.
 //
 // Packed layout, made by voltriton_vllm/cpu/pack.py from a checkpoint's rows, for tiles of 16 output rows:
-//   words  uint32 [tiles, K/8, 16]   the word of a row holds 8 weights, column k in bits 4*(k%8)
+//   words  uint32 [tiles, K/8, 16]   the word of a row holds 8 weights: even columns in the low half, odd ones in
+//                                    the high half, so that one shift brings a pair to look up in place
 //   scale  uint8  [tiles, K/16, 16]  E4M3 of each group of 16 columns
 //   factor float  [tiles * 16]       global scale of each row
 // Rows beyond N are zero. It has the bytes of the checkpoint: 4.5 bits a weight.

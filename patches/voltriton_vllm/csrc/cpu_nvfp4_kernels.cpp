@@ -20,6 +20,7 @@
 namespace ISA {
 namespace {
 
+constexpr int shift_of(int column) { return 16 * (column & 1) + 4 * (column >> 1); }  // in a word
 constexpr int kTile = 16;        // output rows of a tile
 constexpr float kE4m3 = 256.0f;  // see above
 constexpr int64_t kFewRows = 12; // up to here weights are decoded in registers
@@ -59,6 +60,13 @@ void widen(const Problem& p, int64_t first, int64_t rows, float* out) {
 inline void finish(const Problem& p, int64_t row, int64_t tile, const float* values) {
   const int64_t n0 = tile * kTile;
   const int count = int(std::min<int64_t>(kTile, p.n - n0));
+  if (count == kTile && p.dtype == Dtype::f32) {
+    float* y = static_cast<float*>(p.y) + row * p.n + n0;
+    for (int i = 0; i < kTile; i++) y[i] = values[i] * (p.factor[n0 + i] * kE4m3);
+    if (p.bias)
+      for (int i = 0; i < kTile; i++) y[i] += p.bias[n0 + i];
+    return;
+  }
   float out[kTile];
   for (int i = 0; i < count; i++) {
     out[i] = values[i] * (p.factor[n0 + i] * kE4m3);
@@ -99,7 +107,7 @@ struct Codes {
   __m512i v;
   static Codes load(const uint32_t* w) { return {_mm512_loadu_si512(w)}; }
   template <int j> Vector decode(const float* table) const {
-    return {_mm512_permutexvar_ps(_mm512_srli_epi32(v, 4 * j), _mm512_load_ps(table))};
+    return {_mm512_permutexvar_ps(_mm512_srli_epi32(v, shift_of(j)), _mm512_load_ps(table))};
   }
 };
 #else
@@ -121,8 +129,8 @@ struct Codes {
   static Codes load(const uint32_t* w) { return {_mm256_loadu_si256((const __m256i*)w)}; }
   template <int j> Vector decode(const float* table) const {
     // The look-up reads 3 bits, the magnitude; the sign is bit 3 of the code.
-    __m256 magnitude = _mm256_permutevar8x32_ps(_mm256_load_ps(table), _mm256_srli_epi32(v, 4 * j));
-    __m256i sign = _mm256_and_si256(_mm256_slli_epi32(v, 28 - 4 * j), _mm256_set1_epi32(int(0x80000000u)));
+    __m256 magnitude = _mm256_permutevar8x32_ps(_mm256_load_ps(table), _mm256_srli_epi32(v, shift_of(j)));
+    __m256i sign = _mm256_and_si256(_mm256_slli_epi32(v, 28 - shift_of(j)), _mm256_set1_epi32(int(0x80000000u)));
     return {_mm256_xor_ps(magnitude, _mm256_castsi256_ps(sign))};
   }
 };
@@ -183,15 +191,75 @@ void few(const Problem& p, const float* x, int64_t row, int64_t first) {
     for (int t = 0; t < NV / kParts; t++) finish(p, row + m, first / kParts + t, out[m] + t * kTile);
 }
 
+#ifdef __AVX512BF16__
+// As `few`, with bfloat16 pairs: one look-up and one multiply-add for two columns. A code's fifth index bit
+// belongs to its neighbour, so the table is repeated.
+alignas(64) const uint16_t kE2m1Bf16[32] = {
+    0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80,
+    0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0, 0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040,
+    0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+
+template <int MB, int NV>
+void few(const Problem& p, const uint16_t* x, int64_t row, int64_t first) {
+  const int64_t groups = p.k / 16;
+  const __m512i table = _mm512_load_si512(kE2m1Bf16);
+  __m512 total[NV][MB];
+  for (auto& t : total)
+    for (auto& v : t) v = _mm512_setzero_ps();
+  const uint32_t* words = p.words + first * (p.k / 8) * kTile;
+  const uint8_t* scale = p.scale + first * groups * kTile;
+  for (int64_t g = 0; g < groups; g++) {
+    __m512 sum[NV][MB];
+    for (auto& t : sum)
+      for (auto& v : t) v = _mm512_setzero_ps();
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      __m512i codes[NV];
+#pragma GCC unroll 8
+      for (int n = 0; n < NV; n++)
+        codes[n] = _mm512_loadu_si512(words + n * (p.k / 8) * kTile + (2 * g + half) * kTile);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) {
+        __m512bh w[NV];
+#pragma GCC unroll 8
+        for (int n = 0; n < NV; n++)
+          w[n] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi32(codes[n], 4 * j), table);
+#pragma GCC unroll 8
+        for (int m = 0; m < MB; m++) {
+          int pair;
+          std::memcpy(&pair, x + m * p.k + 16 * g + 8 * half + 2 * j, 4);
+          const __m512bh xv = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 8
+          for (int n = 0; n < NV; n++) sum[n][m] = _mm512_dpbf16_ps(sum[n][m], w[n], xv);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; n++) {
+      const __m512 s = Vector::scale(scale + (n * groups + g) * kTile).v;
+#pragma GCC unroll 8
+      for (int m = 0; m < MB; m++) total[n][m] = _mm512_fmadd_ps(sum[n][m], s, total[n][m]);
+    }
+  }
+  for (int n = 0; n < NV; n++)
+    for (int m = 0; m < MB; m++) {
+      alignas(64) float out[kTile];
+      _mm512_store_ps(out, total[n][m]);
+      finish(p, row + m, first + n, out);
+    }
+}
+#endif
+
 // All output tiles [begin, end) for MB rows of x; NT tiles at a time keep the multiply-adds independent.
-template <int MB, int NT>
-void few_tiles(const Problem& p, const float* x, int64_t row, int64_t begin, int64_t end) {
+template <int MB, int NT, typename X>
+void few_tiles(const Problem& p, const X* x, int64_t row, int64_t begin, int64_t end) {
   int64_t t = begin;
   for (; t + NT <= end; t += NT) few<MB, NT * kParts>(p, x, row, t * kParts);
   for (; t < end; t++) few<MB, kParts>(p, x, row, t * kParts);
 }
 
-void few_rows(const Problem& p, const float* x, int64_t begin, int64_t end) {
+template <typename X>
+void few_rows(const Problem& p, const X* x, int64_t begin, int64_t end) {
   constexpr bool wide = Vector::width == 16;
   constexpr int most = wide ? 8 : 2;
   int64_t row = 0;
@@ -246,9 +314,12 @@ void block(const float* x, int64_t stride, const float* panel, int64_t kc, float
     for (int n = 0; n < kPanelVectors; n++) sum[m][n] = Vector::load(c + m * kPanel + n * Vector::width);
   for (int64_t k = 0; k < kc; k++) {
     Vector w[kPanelVectors];
+#pragma GCC unroll 2
     for (int n = 0; n < kPanelVectors; n++) w[n] = Vector::load(panel + k * kPanel + n * Vector::width);
+#pragma GCC unroll 12
     for (int m = 0; m < MB; m++) {
       const Vector xv = Vector::set1(x[m * stride + k]);
+#pragma GCC unroll 2
       for (int n = 0; n < kPanelVectors; n++) sum[m][n] = Vector::fma(w[n], xv, sum[m][n]);
     }
   }
@@ -271,11 +342,11 @@ void decode_panel(const Problem& p, int64_t tile0, int64_t k0, int64_t kc, uint3
       __m512i codes = _mm512_loadu_si512(words + (k0 + k) / 8 * kTile);
       for (int j = 0; j < 8; j += 2) {
         const __m512 a = _mm512_mul_ps(_mm512_permutexvar_ps(codes, table), s);
-        const __m512 b = _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table), s);
+        const __m512 b = _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 16), table), s);
         const __m512i pair = _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(a), 16),
                                              _mm512_and_si512(_mm512_castps_si512(b), high));
         _mm512_storeu_si512(out + (k + j) / 2 * kPanel + t * kTile, pair);
-        codes = _mm512_srli_epi32(codes, 8);
+        codes = _mm512_srli_epi32(codes, 4);
       }
     }
   }
@@ -289,6 +360,7 @@ void block(const uint16_t* x, int64_t stride, const uint32_t* panel, int64_t kc,
   for (int64_t k = 0; k < kc; k += 2) {
     const __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel + k / 2 * kPanel);
     const __m512bh w1 = (__m512bh)_mm512_loadu_si512(panel + k / 2 * kPanel + 16);
+#pragma GCC unroll 12
     for (int m = 0; m < MB; m++) {
       int pair;
       std::memcpy(&pair, x + m * stride + k, 4);
@@ -345,12 +417,22 @@ void many_rows(const Problem& p, const X* x) {
   }
 }
 
+template <typename X>
+void few_all(const Problem& p, const X* x) {
+  const int64_t tiles = (p.n + kTile - 1) / kTile;
+  const int64_t piece = 8;  // tiles; the largest number that is worked on side by side
+#pragma omp parallel for schedule(static)
+  for (int64_t t = 0; t < tiles; t += piece) few_rows(p, x, t, std::min(tiles, t + piece));
+}
+
 }  // namespace
 
 void linear(const Problem& p) {
 #ifdef __AVX512BF16__
-  if (p.dtype == Dtype::bf16 && p.m > kFewRows) {
-    many_rows<uint16_t, uint32_t>(p, static_cast<const uint16_t*>(p.x));
+  if (p.dtype == Dtype::bf16) {
+    const uint16_t* half = static_cast<const uint16_t*>(p.x);
+    if (p.m > kFewRows) many_rows<uint16_t, uint32_t>(p, half);
+    else few_all(p, half);
     return;
   }
 #endif
@@ -365,10 +447,7 @@ void linear(const Problem& p) {
     many_rows<float, float>(p, x);
     return;
   }
-  const int64_t tiles = (p.n + kTile - 1) / kTile;
-  const int64_t piece = 8;  // tiles; the largest number that is worked on side by side
-#pragma omp parallel for schedule(static)
-  for (int64_t t = 0; t < tiles; t += piece) few_rows(p, x, t, std::min(tiles, t + piece));
+  few_all(p, x);
 }
 
 }  // namespace ISA

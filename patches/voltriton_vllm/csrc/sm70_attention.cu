@@ -1,5 +1,5 @@
 // Attention of one new token a sequence over a paged cache (decode), grouped query heads, by splits of the context that a
-// second kernel adds up in order.
+// second kernel adds up in order. Products on tensor cores, softmax and sums in float32.
 #include "sm70_common.cuh"
 
 struct Decode {
@@ -15,168 +15,224 @@ struct Decode {
     float scale;             // softmax scale * key scale * log2(e)
 };
 
-DEV void unpack8h(uint4 v, float* f) {
-    float2 a = h2f(v.x), b = h2f(v.y), c = h2f(v.z), d = h2f(v.w);
-    f[0] = a.x; f[1] = a.y; f[2] = b.x; f[3] = b.y; f[4] = c.x; f[5] = c.y; f[6] = d.x; f[7] = d.y;
+DEV void wmma_a(u32 (&f)[8], const u16* p, int ld) {
+    asm volatile("wmma.load.a.sync.aligned.row.m16n16k16.shared.f16 {%0,%1,%2,%3,%4,%5,%6,%7},[%8],%9;"
+        : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]), "=r"(f[4]), "=r"(f[5]), "=r"(f[6]), "=r"(f[7])
+        : "r"((u32)__cvta_generic_to_shared(p)), "r"(ld) : "memory");
 }
-// Four e4m3 bytes -> floats * 2^-8.
-DEV void unpack4e(u32 w, float* f) {
+#define WMMA_B(NAME, LAYOUT)                                                                                            \
+    DEV void NAME(u32 (&f)[8], const u16* p, int ld) {                                                                  \
+        asm volatile("wmma.load.b.sync.aligned." LAYOUT ".m16n16k16.shared.f16 {%0,%1,%2,%3,%4,%5,%6,%7},[%8],%9;"      \
+            : "=r"(f[0]), "=r"(f[1]), "=r"(f[2]), "=r"(f[3]), "=r"(f[4]), "=r"(f[5]), "=r"(f[6]), "=r"(f[7])            \
+            : "r"((u32)__cvta_generic_to_shared(p)), "r"(ld) : "memory");                                               \
+    }
+WMMA_B(wmma_b_col, "col")
+WMMA_B(wmma_b_row, "row")
+#define WMMA_MMA(NAME, LAYOUT)                                                                                          \
+    DEV void NAME(float (&c)[8], const u32 (&a)[8], const u32 (&b)[8]) {                                                \
+        asm volatile("wmma.mma.sync.aligned.row." LAYOUT ".m16n16k16.f32.f32 {%0,%1,%2,%3,%4,%5,%6,%7},"                \
+            "{%8,%9,%10,%11,%12,%13,%14,%15},{%16,%17,%18,%19,%20,%21,%22,%23},{%0,%1,%2,%3,%4,%5,%6,%7};"              \
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])            \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]),                   \
+              "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(b[4]), "r"(b[5]), "r"(b[6]), "r"(b[7]));                  \
+    }
+WMMA_MMA(wmma_mma_col, "col")
+WMMA_MMA(wmma_mma_row, "row")
+DEV void wmma_store_c(float* p, const float (&c)[8], int ld) {
+    asm volatile("wmma.store.d.sync.aligned.row.m16n16k16.shared.f32 [%0],{%1,%2,%3,%4,%5,%6,%7,%8},%9;"
+        :: "r"((u32)__cvta_generic_to_shared(p)), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]), "f"(c[4]), "f"(c[5]),
+           "f"(c[6]), "f"(c[7]), "r"(ld) : "memory");
+}
+DEV void wmma_load_c(float (&c)[8], const float* p, int ld) {
+    asm volatile("wmma.load.c.sync.aligned.row.m16n16k16.shared.f32 {%0,%1,%2,%3,%4,%5,%6,%7},[%8],%9;"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3]), "=f"(c[4]), "=f"(c[5]), "=f"(c[6]), "=f"(c[7])
+        : "r"((u32)__cvta_generic_to_shared(p)), "r"(ld) : "memory");
+}
+// Four e4m3 bytes -> four halves * 2^-8, exact.
+DEV uint2 half4(u32 w) {
     u32 a = __byte_perm(w, 0, 0x4140), b = __byte_perm(w, 0, 0x4342);
-    float2 x = h2f(((a & 0x00800080u) << 8) | ((a & 0x007F007Fu) << 7)), y = h2f(((b & 0x00800080u) << 8) | ((b & 0x007F007Fu) << 7));
-    f[0] = x.x; f[1] = x.y; f[2] = y.x; f[3] = y.y;
+    return make_uint2(((a & 0x00800080u) << 8) | ((a & 0x007F007Fu) << 7), ((b & 0x00800080u) << 8) | ((b & 0x007F007Fu) << 7));
 }
-template <bool FP8> struct Raw { uint4 v; };
-template <> struct Raw<true> { uint2 v; };
-DEV void unpack(Raw<false> r, float* f) { unpack8h(r.v, f); }
-DEV void unpack(Raw<true> r, float* f) { unpack4e(r.v.x, f); unpack4e(r.v.y, f + 4); }
-DEV Raw<false> load_raw(const u8* p, Raw<false>) { return {ld_stream((const uint4*)p)}; }
-DEV Raw<true> load_raw(const u8* p, Raw<true>) { return {__ldg((const uint2*)p)}; }
 
-// G query heads of one key head a block. L lanes hold a key (8 of D each); U keys a lane are loaded together.
-template <int D, int G, bool FP8>
+#define TK 16       // keys a warp takes at a time
+#define SP 20       // pitch of the scores, in floats
+#define PP 24       // pitch of the weights, in halves
+
+// A block: up to 16 query heads of one key head, one split of the context; its NW warps take tiles of 16 keys in turn.
+// Tensor cores do both products, through shared memory and wmma alone, so nothing depends on how a device lays out
+// fragments: which row of the sum an element belongs to is found by loading a matrix of row numbers.
+template <int D, bool FP8, int NW>
 DEV void decode_body(const Decode& p)
 {
-    constexpr int NW = 4, L = D / 8, PER = 32 / L, U = 8, KT = U * PER, LG = 32 / G, BYTES = FP8 ? 8 : 16;
-    extern __shared__ float sm[];
-    float* sq = sm;                              // [G][D]
-    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, l = lane % L, sub = lane / L;
-    float* sc = sq + G * D + warp * (G * KT + G);  // [G][KT] scores, then weights of this warp's tile
-    float* sf = sc + G * KT;                     // [G] factor for what was summed before
-    const int split = blockIdx.x, splits = gridDim.x, seq = blockIdx.z;
-    const int head0 = blockIdx.y * G, kv = head0 / p.group;
+    constexpr int DP = D + 8, CH = FP8 ? D / 16 : D / 8, U = TK * CH / 32;  // 16-byte pieces of a key, and of a tile a lane
+    constexpr int WARP_BYTES = TK * DP * 2 + 16 * SP * 4 + 16 * PP * 2 + 16 * 4 + TK * 16;
+    extern __shared__ uint4 smem[];
+    const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+    u16* sq = (u16*)smem;                                               // [16][DP] query heads, zeros below
+    u8* mine = (u8*)smem + 16 * DP * 2 + warp * WARP_BYTES;
+    u16* tile = (u16*)mine;                                             // [TK][DP] keys, then values
+    float* ss = (float*)(mine + TK * DP * 2);                           // [16][SP] scores
+    u16* sp = (u16*)(mine + TK * DP * 2 + 16 * SP * 4);                 // [16][PP] weights
+    float* sf = (float*)(mine + TK * DP * 2 + 16 * SP * 4 + 16 * PP * 2);  // [16] factor for what was summed before
+    u64* at = (u64*)(mine + TK * DP * 2 + 16 * SP * 4 + 16 * PP * 2 + 64);  // [TK][2] where key and value are
+
+    const int split = blockIdx.x, splits = gridDim.x, seq = blockIdx.z, chunks = (p.group + 15) / 16;
+    const int kv = blockIdx.y / chunks, head0 = kv * p.group + blockIdx.y % chunks * 16;
+    const int heads = min(16, (kv + 1) * p.group - head0);
     const int length = p.lengths[seq], first = p.window > 0 ? max(0, length - p.window) : 0;
-    const int per_split = ((length - first + splits - 1) / splits + KT - 1) / KT * KT;
+    const int per_split = ((length - first + splits - 1) / splits + TK - 1) / TK * TK;
     const int begin = first + split * per_split, end = min(length, begin + per_split);
+    const int turns = end > begin ? (end - begin + NW * TK - 1) / (NW * TK) : 0;
     const int* table = p.table + (size_t)seq * p.table_stride;
 
-    for (int i = tid; i < G * D; i += NW * 32)
-        sq[i] = hf(p.q[(size_t)seq * p.q_seq + (size_t)(head0 + i / D) * p.q_head + i % D]) * p.scale * (FP8 ? 256.f : 1.f);
+    for (int i = tid; i < 16 * (D / 8); i += NW * 32) {
+        int h = i / (D / 8);
+        const uint4* from = (const uint4*)(p.q + (size_t)seq * p.q_seq + (size_t)(head0 + h) * p.q_head);
+        *(uint4*)(sq + h * DP + i % (D / 8) * 8) = h < heads ? from[i % (D / 8)] : make_uint4(0, 0, 0, 0);
+    }
+    for (int i = lane; i < 256; i += 32) ss[(i >> 4) * SP + (i & 15)] = (float)(i >> 4);
     __syncthreads();
-
-    float acc[G][8], top = -1e30f, sum = 0.f;    // top and sum of head lane / LG
+    int row[8];
+    {
+        float c[8];
+        wmma_load_c(c, ss, SP);
 #pragma unroll
-    for (int g = 0; g < G; g++)
+        for (int e = 0; e < 8; e++) row[e] = (int)c[e];
+    }
+    float o[D / 16][8], top = -1e30f, sum = 0.f;  // top and sum: head lane / 2
 #pragma unroll
-        for (int e = 0; e < 8; e++) acc[g][e] = 0.f;
+    for (int i = 0; i < D / 16; i++)
+#pragma unroll
+        for (int e = 0; e < 8; e++) o[i][e] = 0.f;
 
-    // The same number of turns for every warp (it keeps the shuffles cheap); keys past the end get weight 0.
-    const int turns = end > begin ? (end - begin + NW * KT - 1) / (NW * KT) : 0;
-    for (int turn = 0; turn < turns; turn++) {
-        const int tile = begin + (turn * NW + warp) * KT;
-        u64 at[U];  // block and slot of each key
-        Raw<FP8> raw[U];
+    auto block_of = [&](int turn) {  // of key lane % 16 of a tile
+        int key = min(begin + (turn * NW + warp) * TK + (lane & 15), end - 1);
+        return __ldg(table + key / p.block_size);
+    };
+    auto place = [&](int turn, int block) {
+        int key = min(begin + (turn * NW + warp) * TK + (lane & 15), end - 1), slot = key % p.block_size;
+        if (lane < 16) at[lane * 2] = (u64)block * p.k_block + (u64)slot * p.k_token + kv * p.k_head;
+        else at[(lane - 16) * 2 + 1] = (u64)block * p.v_block + (u64)slot * p.v_token + kv * p.v_head;
+    };
+    uint4 raw[U];
+    auto fetch = [&](const u8* cache, int which) {
 #pragma unroll
         for (int u = 0; u < U; u++) {
-            int key = min(tile + u * PER + sub, end - 1);
-            at[u] = (u64)__ldg(table + key / p.block_size) << 32 | (u32)(key % p.block_size);
+            int i = u * 32 + lane;
+            raw[u] = ld_stream((const uint4*)(cache + at[i / CH * 2 + which]) + i % CH);
         }
+    };
+    auto put = [&]() {
 #pragma unroll
-        for (int u = 0; u < U; u++)
-            raw[u] = load_raw(p.k + (at[u] >> 32) * p.k_block + (u32)at[u] * p.k_token + kv * p.k_head + l * BYTES, Raw<FP8>());
-        {
-            float k[U][8];
-#pragma unroll
-            for (int u = 0; u < U; u++) unpack(raw[u], k[u]);
-            // The values are asked for before the scores are worked out.
-#pragma unroll
-            for (int u = 0; u < U; u++)
-                raw[u] = load_raw(p.v + (at[u] >> 32) * p.v_block + (u32)at[u] * p.v_token + kv * p.v_head + l * BYTES, Raw<FP8>());
-#pragma unroll
-            for (int g = 0; g < G; g++) {
-                float4 qa = *(const float4*)(sq + g * D + l * 8), qb = *(const float4*)(sq + g * D + l * 8 + 4);
-                float s[U];
-#pragma unroll
-                for (int u = 0; u < U; u++)
-                    s[u] = qa.x * k[u][0] + qa.y * k[u][1] + qa.z * k[u][2] + qa.w * k[u][3] +
-                           qb.x * k[u][4] + qb.y * k[u][5] + qb.z * k[u][6] + qb.w * k[u][7];
-                // Sum over the L lanes of a key; each exchange halves the keys a lane is left with.
-#pragma unroll
-                for (int h = U / 2, o = L / 2; h; h >>= 1, o >>= 1)
-#pragma unroll
-                    for (int u = 0; u < h; u++) {
-                        bool high = l & o;
-                        float mine = high ? s[u + h] : s[u], other = high ? s[u] : s[u + h];
-                        s[u] = mine + __shfl_xor_sync(~0u, other, o);
-                    }
-#pragma unroll
-                for (int o = L / 16; o; o >>= 1) s[0] += __shfl_xor_sync(~0u, s[0], o);
-                int u = l / (L / 8), key = tile + u * PER + sub;
-                if (l % (L / 8) == 0) sc[g * KT + u * PER + sub] = key < end ? s[0] : -2e30f;
+        for (int u = 0; u < U; u++) {
+            int i = u * 32 + lane;
+            uint4* to = (uint4*)(tile + i / CH * DP) + i % CH * (FP8 ? 2 : 1);
+            if (FP8) {
+                uint2 a = half4(raw[u].x), b = half4(raw[u].y), c = half4(raw[u].z), d = half4(raw[u].w);
+                to[0] = make_uint4(a.x, a.y, b.x, b.y);
+                to[1] = make_uint4(c.x, c.y, d.x, d.y);
+            } else {
+                to[0] = raw[u];
             }
+        }
+    };
+
+    int block = 0;
+    if (turns) {
+        place(0, block_of(0));
+        __syncwarp();
+        fetch(p.k, 0);
+        if (turns > 1) block = block_of(1);
+    }
+    for (int turn = 0; turn < turns; turn++) {
+        put();  // keys
+        fetch(p.v, 1);
+        __syncwarp();
+        {
+            float s[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+            for (int i = 0; i < D / 16; i++) {
+                u32 a[8], b[8];
+                wmma_a(a, sq + i * 16, DP);
+                wmma_b_col(b, tile + i * 16, DP);
+                wmma_mma_col(s, a, b);
+            }
+            wmma_store_c(ss, s, SP);
         }
         __syncwarp();
         {
-            int g = lane / LG;
-            float t = top, add = 0.f;
-            for (int i = lane % LG; i < KT; i += LG) t = fmaxf(t, sc[g * KT + i]);
+            const int h = lane >> 1, k0 = (lane & 1) * 8, key0 = begin + (turn * NW + warp) * TK + k0;
+            float w[8], t = top, add = 0.f;
 #pragma unroll
-            for (int o = LG / 2; o; o >>= 1) t = fmaxf(t, __shfl_xor_sync(~0u, t, o));
-            for (int i = lane % LG; i < KT; i += LG) {
-                float w = exp2f(sc[g * KT + i] - t);
-                sc[g * KT + i] = w;
-                add += w;
+            for (int e = 0; e < 8; e++) {
+                w[e] = key0 + e < end ? ss[h * SP + k0 + e] * p.scale : -2e30f;
+                t = fmaxf(t, w[e]);
             }
-            add = warp_sum(add, LG);
+            t = fmaxf(t, __shfl_xor_sync(~0u, t, 1));
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                w[e] = exp2f(w[e] - t);
+                add += w[e];
+            }
+            *(uint4*)(sp + h * PP + k0) = make_uint4(fh2(w[0], w[1]), fh2(w[2], w[3]), fh2(w[4], w[5]), fh2(w[6], w[7]));
+            add += __shfl_xor_sync(~0u, add, 1);
             float f = exp2f(top - t);
             sum = sum * f + add;
             top = t;
-            if (lane % LG == 0) sf[g] = f;
+            if (!(lane & 1)) sf[h] = f;
+        }
+        put();  // values, over the keys
+        if (turn + 1 < turns) {
+            __syncwarp();  // all lanes have used `at`
+            place(turn + 1, block);
+            __syncwarp();
+            fetch(p.k, 0);
+            if (turn + 2 < turns) block = block_of(turn + 2);
         }
         __syncwarp();
-        float v[U][8];
+        float f[8];
 #pragma unroll
-        for (int u = 0; u < U; u++) unpack(raw[u], v[u]);
+        for (int e = 0; e < 8; e++) f[e] = sf[row[e]];
+        u32 a[8];
+        wmma_a(a, sp, PP);
 #pragma unroll
-        for (int g = 0; g < G; g++) {
-            float f = sf[g];
+        for (int i = 0; i < D / 16; i++) {
+            u32 b[8];
+            wmma_b_row(b, tile + i * 16, DP);
 #pragma unroll
-            for (int e = 0; e < 8; e++) acc[g][e] *= f;
-#pragma unroll
-            for (int u = 0; u < U; u++) {
-                float w = sc[g * KT + u * PER + sub];
-#pragma unroll
-                for (int e = 0; e < 8; e++) acc[g][e] += w * v[u][e];
-            }
+            for (int e = 0; e < 8; e++) o[i][e] *= f[e];
+            wmma_mma_row(o[i], a, b);
         }
         __syncwarp();
     }
 
-    // ---- over the keys of a warp, then over the warps in order ----
-#pragma unroll
-    for (int g = 0; g < G; g++)
-#pragma unroll
-        for (int e = 0; e < 8; e++)
-#pragma unroll
-            for (int o = L; o < 32; o <<= 1) acc[g][e] += __shfl_xor_sync(~0u, acc[g][e], o);
+    // ---- over the warps, in order ----
     __syncthreads();
-    float* so = sm;                 // [NW][G][D]
-    float* st = so + NW * G * D;    // [NW][G][2]
-    if (sub == 0)
+    float* so = (float*)smem;        // [NW][16][D]
+    float* st = so + NW * 16 * D;    // [NW][16][2]
 #pragma unroll
-        for (int g = 0; g < G; g++)
-#pragma unroll
-            for (int e = 0; e < 8; e++) so[(warp * G + g) * D + l * 8 + e] = acc[g][e];
-    if (lane % LG == 0) {
-        st[(warp * G + lane / LG) * 2] = top;
-        st[(warp * G + lane / LG) * 2 + 1] = sum;
+    for (int i = 0; i < D / 16; i++) wmma_store_c(so + warp * 16 * D + i * 16, o[i], D);
+    if (!(lane & 1)) {
+        st[(warp * 16 + (lane >> 1)) * 2] = top;
+        st[(warp * 16 + (lane >> 1)) * 2 + 1] = sum;
     }
     __syncthreads();
-    for (int i = tid; i < G * D; i += NW * 32) {
-        int g = i / D;
-        float t = -1e30f, o = 0.f, s = 0.f;
+    for (int i = tid; i < heads * D; i += NW * 32) {
+        int h = i / D;
+        float t = -1e30f, v = 0.f, s = 0.f;
 #pragma unroll
-        for (int w = 0; w < NW; w++) t = fmaxf(t, st[(w * G + g) * 2]);
+        for (int w = 0; w < NW; w++) t = fmaxf(t, st[(w * 16 + h) * 2]);
 #pragma unroll
         for (int w = 0; w < NW; w++) {
-            float f = exp2f(st[(w * G + g) * 2] - t);
-            o += so[(w * G + g) * D + i % D] * f;
-            s += st[(w * G + g) * 2 + 1] * f;
+            float f = exp2f(st[(w * 16 + h) * 2] - t);
+            v += so[(w * 16 + h) * D + i % D] * f;
+            s += st[(w * 16 + h) * 2 + 1] * f;
         }
-        size_t at = ((size_t)seq * p.heads + head0 + g) * splits + split;
-        p.part[at * D + i % D] = o;
+        size_t to = ((size_t)seq * p.heads + head0 + h) * splits + split;
+        p.part[to * D + i % D] = v;
         if (i % D == 0) {
-            p.stats[at * 2] = t;
-            p.stats[at * 2 + 1] = s;
+            p.stats[to * 2] = t;
+            p.stats[to * 2 + 1] = s;
         }
     }
 }
@@ -196,13 +252,13 @@ extern "C" __global__ void decode_combine(const float* part, const float* stats,
     out[(size_t)blockIdx.y * out_seq + (size_t)blockIdx.x * out_head + threadIdx.x] = fh(s > 0.f ? o / s * v_scale : 0.f);
 }
 
-#define DECODE(D, G, FP8, OCC)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(128, OCC) decode_d##D##_g##G##_f##FP8##_o##OCC(                         \
+#define DECODE(D, FP8, NW, OCC)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(NW * 32, OCC) decode_d##D##_f##FP8##_nw##NW##_o##OCC(                   \
         const u16* q, const u8* k, const u8* v, const int* table, const int* lengths, float* part, float* stats,        \
         u64 k_block, u64 k_token, u64 k_head, u64 v_block, u64 v_token, u64 v_head, int q_seq, int q_head, int heads,   \
         int group, int block_size, int table_stride, int window, float scale)                                           \
     {                                                                                                                   \
         Decode p = {q, k, v, table, lengths, part, stats, k_block, k_token, k_head, v_block, v_token, v_head, q_seq,    \
                     q_head, heads, group, block_size, table_stride, window, scale};                                     \
-        decode_body<D, G, FP8>(p);                                                                                      \
+        decode_body<D, FP8, NW>(p);                                                                                     \
     }

@@ -71,6 +71,8 @@ struct Gemm {
     const int* rows;         // null, or: tile row i is x row rows[i] / x_div and y row rows[i]
     const float* row_weight; // null, or a factor by y row
     int M, N, K, x_stride, x_div;
+    float* part;             // null, or [splits][M][N]: sums of this part of K, to be added by split_sum
+    int split_blocks;        // blocks of 128 of K a split
     int kb;                  // blocks of 128 of K that one staging of x covers, a multiple of D * WK
 };
 
@@ -154,12 +156,13 @@ DEV void block_mma(float (&acc)[(XB + 1) / 2][NT][8], const uint4 (&q)[NT][NQ], 
 // flight. m0: first row of the block in x (or in p.rows), p.M: rows there are. KB 0: x is staged p.kb blocks of K at a
 // time; otherwise KB blocks at a time into two buffers, the next while this one is used.
 template <int XB, int NT, int WR, int WK, int D, int KB>
-DEV void gemm_body(const Gemm& p, int m0, int n0)
+DEV void gemm_body(const Gemm& p, int m0, int n0, int split)
 {
     constexpr int NW = WR * WK, T = NW * 32, MT = (XB + 1) / 2, BN = 16 * NT * WR, BM = FRAG == 70 ? 16 * MT : 8 * XB;
     extern __shared__ uint4 smem[];
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, wk = warp % WK, wr = warp / WK;
-    const int units = (p.K + 31) >> 5, blocks = (units + 3) >> 2, pitch = (KB ? KB : p.kb) * 16 + X_PAD;
+    const int units = (p.K + 31) >> 5, u0 = split * p.split_blocks * 4, u1 = min(units, u0 + p.split_blocks * 4);
+    const int blocks = (u1 - u0 + 3) >> 2, pitch = (KB ? KB : p.kb) * 16 + X_PAD;
 #if FRAG == 70
     constexpr int RT = 1;
     const int c = 0, sw = 0, w_row = frag_a(lane), x_row = frag_b(lane);
@@ -174,10 +177,10 @@ DEV void gemm_body(const Gemm& p, int m0, int n0)
 #pragma unroll
         for (int r = 0; r < RT; r++) {
             size_t row = min(n0 + (wr * NT + t) * 16 + w_row + 8 * r, p.N - 1);
-            wp[t][r] = p.qw + row * units + c + wk * 4;
-            sp[t][r] = p.sc + row * units + c + wk * 4;
+            wp[t][r] = p.qw + row * units + u0 + c + wk * 4;
+            sp[t][r] = p.sc + row * units + u0 + c + wk * 4;
         }
-    int left = units - c - wk * 4;
+    int left = u1 - u0 - c - wk * 4;
     uint4 q[D][NT][NQ];
     u16 s[D][NT][NQ];
     auto load = [&](int ahead, uint4 (&a)[NT][NQ], u16 (&b)[NT][NQ]) {
@@ -219,8 +222,9 @@ DEV void gemm_body(const Gemm& p, int m0, int n0)
     };
     const uint4* my_x = smem + x_row * pitch + c * 4 + wk * 16;
     auto row_of = [&](int m) {
-        return p.x + (m < p.M ? (size_t)(p.rows ? p.rows[m] / p.x_div : m) * p.x_stride : 0);
+        return p.x + u0 * 32 + (m < p.M ? (size_t)(p.rows ? p.rows[m] / p.x_div : m) * p.x_stride : 0);
     };
+    const int k_left = p.K - u0 * 32;
     auto place = [&](int m, int i) { return m * pitch + (FRAG == 70 ? i : i ^ ((i >> 3) & 1)); };
     if (KB == 0) {
         for (int b0 = 0; b0 < blocks; b0 += p.kb) {
@@ -230,7 +234,7 @@ DEV void gemm_body(const Gemm& p, int m0, int n0)
                 const u16* from = row_of(m0 + m);
                 for (int i = lane; i < count; i += 32) {
                     int k = b0 * 128 + i * 8;
-                    bool there = m0 + m < p.M && k < p.K;
+                    bool there = m0 + m < p.M && k < k_left;
                     smem[place(m, i)] = there ? __ldg((const uint4*)(from + k)) : make_uint4(0, 0, 0, 0);
                 }
             }
@@ -250,7 +254,7 @@ DEV void gemm_body(const Gemm& p, int m0, int n0)
         auto load_x = [&](int b0) {
 #pragma unroll
             for (int i = 0; i < XR; i++) {
-                bool there = from[i] && b0 * 128 + (tid + i * T) % ROW * 8 < p.K;
+                bool there = from[i] && b0 * 128 + (tid + i * T) % ROW * 8 < k_left;
                 v[i] = there ? __ldg((const uint4*)(from[i] + b0 * 128)) : make_uint4(0, 0, 0, 0);
             }
         };
@@ -297,6 +301,10 @@ DEV void gemm_body(const Gemm& p, int m0, int n0)
         float v = 0.f;
 #pragma unroll
         for (int w = 0; w < WK; w++) v += cs[(w * 16 * MT + r) * CP + j];
+        if (p.part) {
+            p.part[((size_t)split * p.M + m) * p.N + n] = v;
+            continue;
+        }
         int row = p.rows ? p.rows[m] : m;
         v *= p.gs[n] * W_BACK;
         if (p.row_weight) v *= p.row_weight[row];
@@ -309,11 +317,25 @@ DEV void gemm_body(const Gemm& p, int m0, int n0)
     extern "C" __global__ void __launch_bounds__(WR * WK * 32, OCC)                                                     \
         gemm_xb##XB##_nt##NT##_wr##WR##_wk##WK##_d##D##_kb##KB##_o##OCC(                                                \
         const uint4* qw, const u16* sc, const float* gs, const u16* x, const u16* bias, u16* y, int M, int N, int K,    \
-        int x_stride, int kb)                                                                                           \
+        int x_stride, float* part, int split_blocks, int kb)                                                            \
     {                                                                                                                   \
-        Gemm p = {qw, sc, gs, x, bias, y, nullptr, nullptr, M, N, K, x_stride, 1, kb};                                  \
-        gemm_body<XB, NT, WR, WK, D, KB>(p, blockIdx.y * 8 * XB, blockIdx.x * 16 * NT * WR);                            \
+        Gemm p = {qw, sc, gs, x, bias, y, nullptr, nullptr, M, N, K, x_stride, 1, part, split_blocks, kb};              \
+        gemm_body<XB, NT, WR, WK, D, KB>(p, blockIdx.y * 8 * XB, blockIdx.x * 16 * NT * WR, blockIdx.z);                \
     }
+
+// y[m][n] = sum over the splits, in order, * gs[n] (+ bias[n]); grid (N / 256, M).
+extern "C" __global__ void __launch_bounds__(256) split_sum(
+    const float* part, const float* gs, const u16* bias, u16* y, int splits, int M, int N)
+{
+    int n = blockIdx.x * 256 + threadIdx.x, m = blockIdx.y;
+    if (n >= N) return;
+    float v = 0.f;
+#pragma unroll 4
+    for (int s = 0; s < splits; s++) v += __ldg(part + ((size_t)s * M + m) * N + n);
+    v *= gs[n] * W_BACK;
+    if (bias) v += hf(bias[n]);
+    y[(size_t)m * N + n] = fh(v);
+}
 
 // out[n - n0][k] = half(e2m1 * scale * gs[n]) of rows n0 .. n0+rows: expansion for cuBLAS. A thread makes 8 values.
 extern "C" __global__ void __launch_bounds__(256) dequant(
@@ -352,7 +374,7 @@ DEV void moe_gemm(Gemm p, const int* offsets, const int* tile_start, int E)
     p.sc += (size_t)lo * p.N * units;
     p.gs += (size_t)lo * p.N;
     p.M = offsets[lo + 1];
-    gemm_body<XB, NT, WR, 1, D, KB>(p, offsets[lo] + (tile - tile_start[lo]) * 8 * XB, blockIdx.x * 16 * NT * WR);
+    gemm_body<XB, NT, WR, 1, D, KB>(p, offsets[lo] + (tile - tile_start[lo]) * 8 * XB, blockIdx.x * 16 * NT * WR, 0);
 }
 #define MOE_GEMM(XB, NT, WR, D, KB, OCC)                                                                                \
     extern "C" __global__ void __launch_bounds__(WR * 32, OCC)                                                          \
@@ -361,6 +383,6 @@ DEV void moe_gemm(Gemm p, const int* offsets, const int* tile_start, int E)
         const float* row_weight, const int* offsets, const int* tile_start, int E, int N, int K, int x_stride,          \
         int x_div, int kb)                                                                                              \
     {                                                                                                                   \
-        Gemm p = {qw, sc, gs, x, nullptr, y, rows, row_weight, 0, N, K, x_stride, x_div, kb};                           \
+        Gemm p = {qw, sc, gs, x, nullptr, y, rows, row_weight, 0, N, K, x_stride, x_div, nullptr, 1 << 20, kb};         \
         moe_gemm<XB, NT, WR, D, KB>(p, offsets, tile_start, E);                                                             \
     }

@@ -8,15 +8,10 @@ import math
 import torch
 
 from voltriton_vllm.sm70.runtime import Runtime, runtime
-from voltriton_vllm.sm70.variants import DECODE_OCCUPANCY, Decode, ceil_div
+from voltriton_vllm.sm70.variants import DECODE, ceil_div
 
 HEAD_SIZES = (64, 128, 256)
-_KEYS_A_SPLIT = 128  # fewer are not worth a block
-
-
-def head_group(group: int) -> int:
-    """Query heads of one key head that a block takes: the largest of 8, 4, 2, 1 that divides `group`."""
-    return next(g for g in (8, 4, 2, 1) if group % g == 0)
+_KEYS_A_SPLIT = 64  # fewer are not worth a block
 
 
 def split_count(device: Runtime, blocks: int, max_length: int) -> int:
@@ -54,9 +49,10 @@ def paged_decode(
     key_heads = key_cache.shape[2]
     group = heads // key_heads
     bytes_a_value = key_cache.element_size()
-    g = head_group(group)
-    variant = Decode(size, g, int(bytes_a_value == 1), DECODE_OCCUPANCY[g])
-    splits = split_count(device, batch * heads // g, max_length)
+    e4m3 = 256.0 if bytes_a_value == 1 else 1.0  # bytes are expanded to value * 2^-8
+    variant = DECODE[size, int(bytes_a_value == 1)]
+    head_chunks = key_heads * ceil_div(group, 16)
+    splits = split_count(device, batch * head_chunks, max_length)
     part = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=query.device)
     stats = torch.empty(batch, heads, splits, 2, dtype=torch.float32, device=query.device)
     strides = [
@@ -65,8 +61,8 @@ def paged_decode(
         for dim in range(3)
     ]
     device.kernel(variant.name)(
-        (splits, heads // g, batch),
-        128,
+        (splits, head_chunks, batch),
+        variant.warps * 32,
         variant.shared_bytes,
         query,
         key_cache,
@@ -83,9 +79,8 @@ def paged_decode(
         key_cache.shape[1],
         block_table.stride(0),
         window,
-        scale * k_scale * math.log2(math.e),
+        scale * k_scale * math.log2(math.e) * e4m3,
     )
-    factor = v_scale * (256.0 if bytes_a_value == 1 else 1.0)  # e4m3 is expanded to value * 2^-8
     device.kernel("decode_combine")(
         (heads, batch, 1),
         size,
@@ -98,7 +93,7 @@ def paged_decode(
         size,
         out.stride(0),
         out.stride(1),
-        factor,
+        v_scale * e4m3,
     )
 
 
@@ -123,6 +118,8 @@ def _check(
         raise ValueError(f"key_cache: got shape {tuple(key_cache.shape)} for query {tuple(query.shape)}")
     if any(t.stride(-1) != 1 for t in (out, query, key_cache, value_cache)):
         raise ValueError("out, query, key_cache, value_cache: the last dimension must be contiguous")
+    if query.data_ptr() % 16 or query.stride(0) % 8 or query.stride(1) % 8:
+        raise ValueError("query: must be aligned to 16 bytes")
     if any(c.data_ptr() % 16 or c.stride(1) % 16 or c.stride(2) % 16 for c in (key_cache, value_cache)):
         raise ValueError("key_cache, value_cache: must be aligned to 16 bytes")
     if block_table.dtype != torch.int32 or lengths.dtype != torch.int32:

@@ -6,9 +6,9 @@ import torch
 
 from voltriton_vllm.sm70 import variants
 from voltriton_vllm.sm70.runtime import Runtime, runtime
-from voltriton_vllm.sm70.variants import GEMM, GEMV, HALF_GEMV, Gemm, Gemv, ceil_div
+from voltriton_vllm.sm70.variants import GEMV, HALF_GEMV, Gemm, Gemv, ceil_div
 
-_SCRATCH_BYTES = 64 * 1024 * 1024  # expanded weights that are alive at a time for cuBLAS
+_SCRATCH_BYTES = 128 * 1024 * 1024  # expanded weights that are alive at a time for cuBLAS
 # Rows of x up to which the tensor-core kernel is used; above, weights are expanded once and cuBLAS multiplies.
 _GEMM_ROWS = 128
 
@@ -99,14 +99,15 @@ def _gemm(
     bias: torch.Tensor | None,
     y: torch.Tensor,
 ) -> None:
-    rows = next((r for r in GEMM if x.shape[0] <= r), max(GEMM))
-    variant = variants.by_rows(GEMM[rows], words.shape[0])
-    launch_gemm(device, variant, x, words, scale, row_scale, bias, y)
+    (m, k), n = x.shape, words.shape[0]
+    variant, splits = variants.gemm_for(m, n, k, device.multiprocessors)
+    launch_gemm(device, variant, splits, x, words, scale, row_scale, bias, y)
 
 
 def launch_gemm(
     device: Runtime,
     variant: Gemm,
+    splits: int,
     x: torch.Tensor,
     words: torch.Tensor,
     scale: torch.Tensor,
@@ -114,12 +115,17 @@ def launch_gemm(
     bias: torch.Tensor | None,
     y: torch.Tensor,
 ) -> None:
+    """splits > 1: K is cut into that many parts, whose sums a second launch adds in order."""
     (m, k), n = x.shape, words.shape[0]
-    blocks, shared = variant.staging(k, device.fragment)
-    grid = (ceil_div(n, variant.rows), ceil_div(m, 8 * variant.xb), 1)
-    device.kernel(variant.name)(
-        grid, variant.threads, shared, words, scale, row_scale, x, bias, y, m, n, k, x.stride(0), blocks
-    )
+    blocks_a_split = ceil_div(ceil_div(k, 128), splits)
+    splits = ceil_div(ceil_div(k, 128), blocks_a_split)
+    blocks, shared = variant.staging(blocks_a_split * 128, device.fragment)
+    grid = (ceil_div(n, variant.rows), ceil_div(m, 8 * variant.xb), splits)
+    part = None if splits == 1 else torch.empty(splits, m, n, dtype=torch.float32, device=x.device)
+    ends = (m, n, k, x.stride(0), part, blocks_a_split, blocks)
+    device.kernel(variant.name)(grid, variant.threads, shared, words, scale, row_scale, x, bias, y, *ends)
+    if part is not None:
+        device.kernel("split_sum")((ceil_div(n, 256), m, 1), 256, 0, part, row_scale, bias, y, splits, m, n)
 
 
 def expand(
@@ -147,7 +153,8 @@ def _expand_and_multiply(
     y: torch.Tensor,
 ) -> None:
     n, k = words.shape[0], x.shape[1]
-    step = min(n, max(1, _SCRATCH_BYTES // (2 * k)))
+    parts = ceil_div(n * 2 * k, _SCRATCH_BYTES)
+    step = min(n, ceil_div(ceil_div(n, parts), 256) * 256)  # whole tiles of the product
     half = torch.empty(step, k, dtype=torch.float16, device=x.device)
     for first in range(0, n, step):
         rows = min(step, n - first)

@@ -208,24 +208,24 @@ class HalfGemv(_Variant):
 
 @dataclass(frozen=True)
 class Decode(_Variant):
-    """`DECODE` of csrc/sm70_attention.cu: head size, query heads a block, 1 for e4m3 bytes."""
+    """`DECODE` of csrc/sm70_attention.cu: head size, 1 for e4m3 bytes, warps a block."""
 
     macro: ClassVar[str] = "DECODE"
     size: int
-    heads: int
     fp8: int
+    warps: int
     occupancy: int
 
     @property
     def name(self) -> str:
-        return f"decode_d{self.size}_g{self.heads}_f{self.fp8}_o{self.occupancy}"
+        return f"decode_d{self.size}_f{self.fp8}_nw{self.warps}_o{self.occupancy}"
 
     @property
     def shared_bytes(self) -> int:
-        keys = 8 * (256 // self.size)  # of a warp's tile
-        while_running = self.heads * self.size + 4 * (self.heads * keys + self.heads)
-        at_the_end = 4 * self.heads * self.size + 4 * self.heads * 2
-        return 4 * max(while_running, at_the_end)
+        row = (self.size + 8) * 2
+        warp = 16 * row + 16 * 20 * 4 + 16 * 24 * 2 + 16 * 4 + 16 * 16
+        at_the_end = self.warps * 16 * (self.size + 2) * 4
+        return max(16 * row + self.warps * warp, at_the_end)
 
 
 # (least N, variant), the first that fits; N small: K is split over more warps so that all multiprocessors have work.
@@ -258,7 +258,19 @@ MOE_GEMM_MANY = MoeGemm(8, 1, 8, 1, 1, 1)
 HALF_GEMV: dict[int, HalfGemv] = {m: HalfGemv(m, 16, 1, 4, 8, 4, 4) for m in (1, 2)} | {
     m: HalfGemv(m, 16, 2, 2, 8, 2, 3) for m in (3, 4)
 }
-DECODE_OCCUPANCY = {8: 2, 4: 3, 2: 3, 1: 4}
+
+
+def gemm_for(m: int, n: int, k: int, multiprocessors: int) -> tuple[Gemm, int]:
+    """(variant, parts of K) for m rows of x."""
+    rows = next((r for r in GEMM if m <= r), max(GEMM))
+    return by_rows(GEMM[rows], n), 1
+
+
+DECODE: dict[tuple[int, int], Decode] = {
+    (size, fp8): Decode(size, fp8, 4, {64: 4, 128: 4, 256: 2}[size])
+    for size in (64, 128, 256)
+    for fp8 in (0, 1)
+}
 
 T = TypeVar("T")
 
@@ -273,10 +285,5 @@ def all_variants() -> list[_Variant]:
     found += [v for table in GEMM.values() for _, v in table]
     found += [MOE_UP, MOE_UP_MANY, MOE_DOWN, MOE_DOWN_NARROW, MOE_GEMM_FEW, MOE_GEMM_MANY]
     found += HALF_GEMV.values()
-    found += [
-        Decode(size, g, fp8, o)
-        for size in (64, 128, 256)
-        for g, o in DECODE_OCCUPANCY.items()
-        for fp8 in (0, 1)
-    ]
+    found += DECODE.values()
     return found
