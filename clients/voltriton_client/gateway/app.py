@@ -35,6 +35,8 @@ from voltriton_client.request import Request as Asked
 from voltriton_client.types import Chunk, Collector, Result
 
 log = logging.getLogger("voltriton.gateway")
+# Of one request with many prompts; the others wait, so that it does not fill the servers by itself.
+_PROMPTS_AT_ONCE = 16
 PAGE = Path(__file__).with_name("page.html")
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": schemas.ErrorBody} for status in (400, 401, 404, 408, 413, 429, 500, 502, 503, 504)
@@ -79,15 +81,21 @@ class Gateway:
     async def all_whole(self, requests: Sequence[Asked]) -> list[Result]:
         """All answers, in order; the first failure ends the others."""
         async with _unwrapped(), asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.whole(asked)) for asked in requests]
+            turn = asyncio.Semaphore(_PROMPTS_AT_ONCE)
+            tasks = [group.create_task(self._in_turn(turn, asked)) for asked in requests]
         return [task.result() for task in tasks]
+
+    async def _in_turn(self, turn: asyncio.Semaphore, asked: Asked) -> Result:
+        async with turn:
+            return await self.whole(asked)
 
     async def merged(self, requests: Sequence[Asked]) -> AsyncGenerator[answers.Part, None]:
         """The chunks of several answers as they come; one place in the queue keeps slow callers in step."""
         queue: asyncio.Queue[answers.Part] = asyncio.Queue(1)
+        turn = asyncio.Semaphore(_PROMPTS_AT_ONCE)
 
         async def feed(number: int, asked: Asked) -> None:
-            async with aclosing(self.chunks(asked)) as chunks:
+            async with turn, aclosing(self.chunks(asked)) as chunks:
                 async for chunk in chunks:
                     await queue.put(answers.Part(number, chunk))
 
@@ -312,7 +320,7 @@ def _ok(model: type, streams: bool = False) -> dict[int | str, dict[str, Any]]:
     """The responses of a route, for the OpenAPI document."""
     ok: dict[str, Any] = {"model": model}
     if streams:
-        ok["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        ok["content"] = {"text/event-stream": {"schema": {}}}
     return {200: ok, **_ERRORS}
 
 

@@ -19,6 +19,8 @@ from voltriton_client.types import Chunk
 log = logging.getLogger("voltriton.gateway")
 _ENGINE_INPUTS = frozenset({"text_input", "stream", "sampling_parameters", "exclude_input_in_output"})
 _CONNECT_TIMEOUT_S = 2.0
+# A server that is busy may be late with an answer to "are you well?".
+_FAILURES_TO_BE_DOWN = 3
 
 
 class Target(NamedTuple):
@@ -39,6 +41,7 @@ class Upstream:
         self.healthy = False
         self.problem = "not asked yet"
         self.open_requests = 0
+        self._failures = 0
         # Inputs of the models that are ready.
         self.models: dict[str, frozenset[str]] = {}
         self._engines: set[str] = set()
@@ -61,8 +64,11 @@ class Upstream:
         try:
             await self._look()
         except VoltritonError as error:
-            self.mark_down(str(error))
+            self._failures += 1
+            if isinstance(error, ConnectionFailed) or self._failures >= _FAILURES_TO_BE_DOWN:
+                self.mark_down(str(error))
             return
+        self._failures = 0
         if not self.healthy:
             log.info(
                 "server %s is healthy, with %s", self.address, ", ".join(sorted(self.models)) or "no model"
