@@ -20,6 +20,7 @@ from voltriton_perf import targets
 from voltriton_perf.closed_loop import Plan
 from voltriton_perf.setup import describe_setup
 from voltriton_perf.targets import Target, TargetError
+from voltriton_perf.wires import WireError
 
 BASE = "in-process"
 # (key, heading, digits); the ratios come after.
@@ -77,6 +78,7 @@ class Comparison:
         self._args = args
         self._rows: list[dict[str, Any]] = []
         self._targets: list[Target] = []
+        self._failures: dict[str, str] = {}
 
     def run(self) -> int:
         with tempfile.TemporaryDirectory(prefix="voltriton-peers-") as folder:
@@ -138,7 +140,14 @@ class Comparison:
         for target in self._targets[at:] + self._targets[:at]:
             seed = turn * 1000 + streams + words * 10_000_000 + 100_000 * self._targets.index(target)
             plan = Plan(streams, requests, self._args.tokens, seed, words)
-            row = await target.measure(plan)
+            try:
+                row = await target.measure(plan)
+            except (WireError, OSError, TimeoutError) as error:
+                # The others are still worth measuring.
+                self._targets.remove(target)
+                self._failures[target.name] = f"{type(error).__name__}: {error}"
+                print(f"{target.name} failed and is left out: {error}", file=sys.stderr, flush=True)
+                continue
             row |= {"target": target.name, "round": turn, "words": words}
             self._rows.append(row)
             if self._args.rows:
@@ -156,7 +165,11 @@ class Comparison:
             setup = describe_setup(["perf/peers.py", *sys.argv[1:]], Path(self._args.model))
             self._args.out.parent.mkdir(parents=True, exist_ok=True)
             self._args.out.write_text(
-                json.dumps({"setup": setup, "arguments": args, "rows": self._rows}, indent=1) + "\n"
+                json.dumps(
+                    {"setup": setup, "arguments": args, "failures": self._failures, "rows": self._rows},
+                    indent=1,
+                )
+                + "\n"
             )
             self._args.out.with_suffix(".md").write_text(text + "\n")
         print(f"load average now {os.getloadavg()[0]:.1f}", file=sys.stderr)

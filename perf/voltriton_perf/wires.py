@@ -105,7 +105,7 @@ class Sse(asyncio.Protocol):
         self._tail = joined[-5:]
         if (data.endswith(b"\r\n0\r\n\r\n") or data == b"0\r\n\r\n") and self._done and not self._done.done():
             self._done.set_result(None)
-        elif b"Content-Length:" in self._head[:512] and self._done and not self._done.done():
+        elif b"content-length:" in self._head[:512].lower() and self._done and not self._done.done():
             # Errors are not chunked.
             self._done.set_exception(WireError(self._head.decode(errors="replace").splitlines()[-1][:300]))
 
