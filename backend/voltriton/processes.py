@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import select
 import signal
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def die_with_parent(parent: int) -> Callable[[], None]:
@@ -21,6 +26,25 @@ def die_with_parent(parent: int) -> Callable[[], None]:
             os._exit(1)
 
     return before_exec
+
+
+def end_with_parent() -> None:
+    """A thread that kills this process as soon as its parent has ended.
+
+    For Triton's stub, which sees the end itself, but stays for ever where one of its threads is just in a call to the
+    parent. The parent-death signal would not do: the stub's parent makes it in a thread that ends after loading.
+    """
+    threading.Thread(target=_end_with, args=(os.getppid(),), name="voltriton-parent", daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    # Linux before 5.3, or a container that forbids it, has no pidfd.
+    with contextlib.suppress(OSError):
+        fd = os.pidfd_open(parent)
+        select.select([fd], [], [])
+    while os.getppid() == parent and alive(parent):
+        time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -57,3 +81,39 @@ def descendants(pid: int) -> list[int]:
         found += below
         todo += below
     return found
+
+
+def session(leader: int) -> list[int]:
+    """All processes of a session, zombies left out: what a leader started, whoever its parents are by now."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        fields = _stat(int(entry.name)) if entry.name.isdigit() else None
+        if fields is not None and int(fields[3]) == leader and fields[0] not in "ZX":
+            found.append(int(entry.name))
+    return found
+
+
+def shared_memory(pids: Iterable[int]) -> set[str]:
+    """Names in /dev/shm of what these processes have mapped; a process that is gone or not ours has none."""
+    names: set[str] = set()
+    mark = f"{SHARED_MEMORY}/"
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                path = line.partition(mark)[2]
+                if path and not path.endswith(" (deleted)"):
+                    names.add(path)
+    return names
+
+
+def remove_shared_memory(names: Iterable[str]) -> list[str]:
+    """Unlinks what nobody has mapped any more; returns what was removed."""
+    left = {name for name in names if (SHARED_MEMORY / name).exists()}
+    if left:
+        left -= shared_memory(int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit())
+    removed = []
+    for name in sorted(left):
+        with contextlib.suppress(OSError):
+            (SHARED_MEMORY / name).unlink()
+            removed.append(name)
+    return removed

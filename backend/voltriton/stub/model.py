@@ -12,6 +12,7 @@ import triton_python_backend_utils as pb_utils
 
 from voltriton import settings
 from voltriton.errors import InvalidArgument, VoltritonError
+from voltriton.processes import end_with_parent
 from voltriton.stub.contract import INPUTS, OUTPUTS
 from voltriton.stub.front import Front
 from voltriton.stub.link import Launch, host_environment
@@ -39,6 +40,7 @@ class TritonPythonModel:
         return auto_complete_model_config
 
     def initialize(self, args: dict[str, str]) -> None:
+        end_with_parent()
         try:
             self._front = make_front(args)
             self._front.start()
@@ -72,6 +74,8 @@ def make_front(args: dict[str, str]) -> Front:
         start_timeout_s=model.settings.start_timeout_s,
         stop_timeout_s=model.settings.stop_timeout_s,
         max_restarts=model.settings.max_restarts,
+        silent_timeout_s=model.settings.silent_timeout_s,
+        restart_pause_s=model.settings.restart_pause_s,
     )
     return Front(model, launch, make_metrics(config, args), pb_utils)
 
