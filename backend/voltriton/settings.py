@@ -52,7 +52,11 @@ class Settings:
     # How long an engine may take to start, and how long it may make no step with work pending.
     start_timeout_s: float = 1800.0
     stuck_timeout_s: float = 120.0
-    # A dead engine is started again after 1, 2, 4 ... seconds, this many times within ten minutes.
+    # The host reports each second: silence for so long means that it is stopped or hangs.
+    silent_timeout_s: float = 30.0
+    # A dead engine is started again after this pause, then twice, four times ... of it (60 s at most), and so often
+    # within ten minutes.
+    restart_pause_s: float = 1.0
     max_restarts: int = 5
     # finalize: how long open requests may go on, and how long the engine may take to stop.
     drain_grace_s: float = 30.0
@@ -149,7 +153,8 @@ def parse_settings(value: Any, where: str) -> Settings:
 _LEAST: dict[str, float] = {
     "max_queued_requests": 0, "max_queued_prompt_tokens": 1, "default_max_tokens": 1, "max_max_tokens": 1,
     "max_request_s": 0.001, "max_grammar_chars": 1, "max_images": 0, "max_image_bytes": 1,
-    "start_timeout_s": 1, "stuck_timeout_s": 0.1, "max_restarts": 0, "drain_grace_s": 0, "stop_timeout_s": 0.1,
+    "start_timeout_s": 1, "stuck_timeout_s": 0.1, "silent_timeout_s": 2,
+    "restart_pause_s": 0, "max_restarts": 0, "drain_grace_s": 0, "stop_timeout_s": 0.1,
     "poll_interval_ms": 10, "sender_threads": 1,
 }  # fmt: skip
 

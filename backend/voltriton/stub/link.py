@@ -22,11 +22,10 @@ from enum import Enum
 from typing import IO, Any
 
 from voltriton.errors import StartError, Unavailable
+from voltriton.processes import descendants, remove_shared_memory, session, shared_memory
 from voltriton.wire import VERSION, Decoder, encode
 
 RESTART_WINDOW_S = 600.0
-# The host sends its statistics each second; silence for so long means that it hangs (SIGSTOP, say).
-SILENCE_S = 30.0
 MAX_BACKOFF_S = 60.0
 # A line of a Python traceback or of vLLM's log that says what went wrong.
 _CAUSE = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception|Refused|Killed)\b: .+)$")
@@ -52,6 +51,9 @@ class Launch:
     start_timeout_s: float
     stop_timeout_s: float
     max_restarts: int
+    # The host sends its statistics each second; silence for so long means that it hangs (SIGSTOP, say).
+    silent_timeout_s: float = 30.0
+    restart_pause_s: float = 1.0
 
 
 @dataclass
@@ -77,6 +79,7 @@ class Host:
         self._frames: deque[list[Any]] = deque()
         self.silent = False
         self.causes: deque[str] = deque(maxlen=20)
+        self._shared_memory: set[str] = set()
         with theirs:
             self.process = subprocess.Popen(
                 [launch.python, "-P", "-u", "-m", "voltriton.host", str(theirs.fileno()), str(os.getpid())],
@@ -129,14 +132,38 @@ class Host:
     def set_timeout(self, seconds: float | None) -> None:
         self._socket.settimeout(seconds)
 
-    def kill(self) -> int:
-        """Ends the host and all its children, whatever they are doing; returns its exit status."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        status = self.process.wait()
+    def note_shared_memory(self) -> None:
+        """Remembers what the engine's processes have in /dev/shm: one that is killed leaves it there."""
+        self._shared_memory |= shared_memory(self._processes())
+
+    def _processes(self) -> set[int]:
+        """The host's session, and what has left it but is still below the host."""
+        return {*session(self.process.pid), *descendants(self.process.pid)}
+
+    def end_processes(self) -> int | None:
+        """SIGKILL for the host and all its children; its exit status, None where it has not ended within a second."""
+        self.note_shared_memory()
+        for pid in self._processes():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        # A process that is stuck in a driver does not even end by SIGKILL: nobody may wait for that.
+        self.wait(1.0)
+        return self.process.returncode
+
+    def kill(self, timeout_s: float = 10.0) -> list[int]:
+        """Ends the host and all its children, whatever they are doing, and what they leave behind.
+
+        Returns what is still there when the time is over.
+        """
+        deadline = time.monotonic() + timeout_s
+        self.end_processes()
+        while (left := self._processes()) and time.monotonic() < deadline:
+            self.end_processes()
+            time.sleep(0.02)
         self._pump.join(2.0)
         self._socket.close()
-        return status
+        remove_shared_memory(self._shared_memory)
+        return sorted(left)
 
     def wait(self, timeout_s: float) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -244,7 +271,8 @@ class Link:
         except BaseException:
             host.kill()
             raise
-        host.set_timeout(SILENCE_S)
+        host.note_shared_memory()
+        host.set_timeout(self._launch.silent_timeout_s)
         self.info = frame[1]
         self._set(State.READY)
         return host
@@ -278,12 +306,21 @@ class Link:
             self._callbacks.on_down(Unavailable("the model is being unloaded"))
             return
         self._set(State.RESTARTING)
-        status = host.kill()
+        status = host.end_processes()
         if host.silent:
-            dying = f"the engine host said nothing for {SILENCE_S:g} s and was killed"
+            dying = (
+                "the engine host said nothing for "
+                f"silent_timeout_s={self._launch.silent_timeout_s:g} s and was killed"
+            )
         self._cause = dying or f"the engine host ended with {describe(status)}"
-        self._callbacks.log(f"[vllm] engine down: {self._cause}")
+        # Answers first: what is left of the processes may take its time.
         self._callbacks.on_down(Unavailable(f"the engine died while the request was running ({self._cause})"))
+        self._callbacks.log(f"[vllm] engine down: {self._cause}")
+        if left := host.kill():
+            self._callbacks.log(
+                f"[vllm] processes {', '.join(map(str, left))} of the dead engine do not end (in the kernel?); "
+                "what they hold, GPU memory included, may be missing to the next one"
+            )
 
     def _restart(self) -> bool:
         """Starts hosts until one is ready; False when it is no use, or the link is being stopped."""
@@ -299,7 +336,7 @@ class Link:
                     f"(max_restarts={self._launch.max_restarts}): given up; unload and load the model"
                 )
                 return False
-            pause_s = min(2.0 ** (len(self._deaths) - 1), MAX_BACKOFF_S)
+            pause_s = min(self._launch.restart_pause_s * 2.0 ** (len(self._deaths) - 1), MAX_BACKOFF_S)
             self._callbacks.log(f"[vllm] starting the engine again in {pause_s:g} s")
             if self._stopping.wait(pause_s):
                 return False
