@@ -237,19 +237,28 @@ DEV void decode_body(const Decode& p)
     }
 }
 
-// out[seq][head][d] from the splits, in order; grid (heads, sequences), D threads.
-extern "C" __global__ void decode_combine(const float* part, const float* stats, u16* out, int heads, int splits, int D,
-                                          int out_seq, int out_head, float v_scale)
+// out[seq][head][d] from the splits, in order; grid (heads, sequences), D threads, shared memory splits + 1 floats.
+extern "C" __global__ void __launch_bounds__(256) decode_combine(
+    const float* part, const float* stats, u16* out, int heads, int splits, int D, int out_seq, int out_head, float v_scale)
 {
-    size_t at = ((size_t)blockIdx.y * heads + blockIdx.x) * splits;
-    float t = -1e30f, o = 0.f, s = 0.f;
-    for (int i = 0; i < splits; i++) t = fmaxf(t, stats[(at + i) * 2]);
-    for (int i = 0; i < splits; i++) {
-        float f = exp2f(stats[(at + i) * 2] - t);
-        o += part[(at + i) * D + threadIdx.x] * f;
-        s += stats[(at + i) * 2 + 1] * f;
+    extern __shared__ float factor[];
+    const size_t at = ((size_t)blockIdx.y * heads + blockIdx.x) * splits;
+    if (threadIdx.x < 32) {  // splits are at most 64: two a lane
+        const int i = threadIdx.x, j = i + 32;
+        const float2 none = make_float2(-1e30f, 0.f), a = i < splits ? *(const float2*)(stats + (at + i) * 2) : none;
+        const float2 b = j < splits ? *(const float2*)(stats + (at + j) * 2) : none;
+        float t = fmaxf(a.x, b.x);
+        for (int o = 16; o; o >>= 1) t = fmaxf(t, __shfl_xor_sync(~0u, t, o));
+        const float fa = exp2f(a.x - t), fb = exp2f(b.x - t), s = warp_sum(a.y * fa + b.y * fb, 32);
+        if (i < splits) factor[i] = fa;
+        if (j < splits) factor[j] = fb;
+        if (!i) factor[splits] = s > 0.f ? v_scale / s : 0.f;
     }
-    out[(size_t)blockIdx.y * out_seq + (size_t)blockIdx.x * out_head + threadIdx.x] = fh(s > 0.f ? o / s * v_scale : 0.f);
+    __syncthreads();
+    float o = 0.f;
+#pragma unroll 16
+    for (int i = 0; i < splits; i++) o += __ldg(part + (at + i) * D + threadIdx.x) * factor[i];
+    out[(size_t)blockIdx.y * out_seq + (size_t)blockIdx.x * out_head + threadIdx.x] = fh(o * factor[splits]);
 }
 
 #define DECODE(D, FP8, NW, OCC)                                                                                         \

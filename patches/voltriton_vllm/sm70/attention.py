@@ -11,13 +11,14 @@ from voltriton_vllm.sm70.runtime import Runtime, runtime
 from voltriton_vllm.sm70.variants import DECODE, ceil_div
 
 HEAD_SIZES = (64, 128, 256)
+_MOST_SPLITS = 64  # what decode_combine takes
 _KEYS_A_SPLIT = 64  # fewer are not worth a block
 
 
 def split_count(device: Runtime, blocks: int, max_length: int) -> int:
     """Parts the context is cut into so that every multiprocessor has a few blocks."""
     wanted = ceil_div(4 * device.multiprocessors, blocks)
-    return max(1, min(wanted, ceil_div(max_length, _KEYS_A_SPLIT), 64))
+    return max(1, min(wanted, ceil_div(max_length, _KEYS_A_SPLIT), _MOST_SPLITS))
 
 
 @torch.library.custom_op("voltriton_sm70::paged_decode", mutates_args=("out",), device_types="cuda")
@@ -84,7 +85,7 @@ def paged_decode(
     device.kernel("decode_combine")(
         (heads, batch, 1),
         size,
-        0,
+        (splits + 1) * 4,
         part,
         stats,
         out,

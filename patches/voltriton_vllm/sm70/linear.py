@@ -10,7 +10,7 @@ from voltriton_vllm.sm70.variants import GEMV, HALF_GEMV, Gemm, Gemv, ceil_div
 
 _SCRATCH_BYTES = 128 * 1024 * 1024  # expanded weights that are alive at a time for cuBLAS
 # Rows of x up to which the tensor-core kernel is used; above, weights are expanded once and cuBLAS multiplies.
-_GEMM_ROWS = 128
+_GEMM_ROWS = 64
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:

@@ -51,6 +51,8 @@ def _(
     return torch.empty_like(x)
 
 
+_NARROW = 256  # intermediate sizes (of a rank) up to this have kernels of their own
+
 Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # words, scale, row scale
 
 
@@ -84,7 +86,8 @@ class Experts:
         self, x: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, act: torch.Tensor
     ) -> None:
         """act[pair] = silu(gate) * up of the pair's expert; not written where that is not of this rank."""
-        variant = variants.MOE_UP if x.shape[0] < 4 else variants.MOE_UP_MANY
+        few = variants.MOE_UP_NARROW if self._intermediate <= _NARROW else variants.MOE_UP
+        variant = few if x.shape[0] < 4 else variants.MOE_UP_MANY
         steps, shared = variant.staging(self._hidden)
         n, topk = self._intermediate, topk_ids.shape[1]
         grid = (ceil_div(n, variant.rows), topk_ids.numel(), 1)
@@ -102,7 +105,8 @@ class Experts:
         y: torch.Tensor,
     ) -> None:
         n, k, topk = self._hidden, self._intermediate, topk_ids.shape[1]
-        variant = variants.MOE_DOWN_NARROW if k <= 256 else variants.MOE_DOWN
+        wide = variants.MOE_DOWN_ONE if y.shape[0] == 1 else variants.MOE_DOWN
+        variant = variants.MOE_DOWN_NARROW if k <= _NARROW else wide
         warps, shared = variant.launch(k, topk)
         grid = (ceil_div(n, variant.rows), y.shape[0], 1)
         self._device.kernel(variant.name)(
@@ -117,8 +121,7 @@ class Experts:
         expert_map: torch.Tensor | None,
     ) -> torch.Tensor:
         pairs, topk = topk_ids.numel(), topk_ids.shape[1]
-        many = pairs > 48 * self._experts
-        variant = variants.MOE_GEMM_MANY if many else variants.MOE_GEMM_FEW
+        variant = variants.by_rows(variants.MOE_GEMM, pairs // self._experts)
         rows, offsets, tiles = self.sort(topk_ids, expert_map, 8 * variant.xb)
         make = torch.empty if expert_map is None else torch.zeros  # pairs of other ranks count as zero
         h = torch.empty(pairs, 2 * self._intermediate, dtype=torch.float16, device=x.device)

@@ -233,41 +233,58 @@ GEMV: dict[int, list[tuple[int, Gemv]]] = {
     1: [
         (20000, Gemv(1, 8, 2, 1, 8, 2, 4)),
         (8000, Gemv(1, 8, 1, 1, 4, 4, 8)),
-        (3000, Gemv(1, 16, 2, 2, 8, 2, 3)),
-        (0, Gemv(1, 8, 1, 4, 8, 2, 6)),
+        (5500, Gemv(1, 16, 2, 2, 8, 2, 3)),
+        (0, Gemv(1, 8, 1, 4, 8, 3, 5)),
     ],
-    2: [(8000, Gemv(2, 8, 2, 1, 8, 2, 3)), (0, Gemv(2, 8, 2, 4, 8, 2, 3))],
+    2: [(16000, Gemv(2, 8, 2, 1, 8, 2, 3)), (0, Gemv(2, 16, 2, 2, 8, 2, 3))],
 }
-# By the rows of x that a block takes, 8 * xb.
-GEMM: dict[int, list[tuple[int, Gemm]]] = {
-    8: [
-        (16000, Gemm(1, 1, 4, 2, 2, 0, 3)),
-        (8000, Gemm(1, 2, 1, 4, 1, 0, 5)),
-        (0, Gemm(1, 1, 1, 8, 1, 0, 3)),
-    ],
-    16: [(8000, Gemm(2, 1, 4, 2, 2, 0, 3)), (0, Gemm(2, 1, 1, 8, 1, 0, 3))],
-    32: [(16000, Gemm(4, 1, 8, 1, 1, 1, 2)), (0, Gemm(4, 1, 4, 2, 1, 2, 2))],
-    64: [(16000, Gemm(8, 1, 8, 1, 1, 1, 1)), (0, Gemm(8, 1, 4, 2, 1, 2, 1))],
+# By the rows of x that a block takes, 8 * xb: for large N, and for small N (there with K cut into parts).
+GEMM: dict[int, tuple[Gemm, Gemm]] = {
+    8: (Gemm(1, 1, 4, 2, 1, 0, 3), Gemm(1, 1, 4, 2, 1, 0, 3)),
+    16: (Gemm(2, 1, 4, 2, 1, 0, 3), Gemm(2, 1, 4, 2, 1, 0, 3)),
+    32: (Gemm(4, 1, 4, 1, 1, 2, 3), Gemm(4, 1, 8, 1, 1, 2, 2)),
+    64: (Gemm(8, 2, 4, 1, 1, 1, 2), Gemm(8, 2, 4, 1, 1, 1, 2)),
 }
+# K short as well: all of it in one block, whose warps split it.
+GEMM_SHORT: dict[int, Gemm] = {8: Gemm(1, 1, 1, 8, 1, 0, 3), 16: Gemm(2, 1, 1, 8, 1, 0, 3)}
+_LARGE_N = 16000
+_SHORT_K = {8: 6000, 16: 3000}
+_MOST_PARTS = 8
+
+
+def gemm_for(m: int, n: int, k: int, multiprocessors: int) -> tuple[Gemm, int]:
+    """(variant, parts of K) for m rows of x. More parts mean less of x for each block to read, and more blocks."""
+    rows = next((r for r in GEMM if m <= r), max(GEMM))
+    large, small = GEMM[rows]
+    if n >= _LARGE_N:
+        return large, 1
+    if n < 8000 and k < _SHORT_K.get(rows, 0):
+        return GEMM_SHORT[rows], 1
+    blocks = ceil_div(n, small.rows) * ceil_div(m, rows)
+    wanted = round((2.9 if rows <= 16 else 2.05) * multiprocessors / blocks)
+    longest = ceil_div(k, 128) // (8 if rows <= 16 else 4)  # blocks of K that a part needs to be worth it
+    return small, max(1, min(wanted, longest, _MOST_PARTS))
+
+
 MOE_UP = MoeUp(8, 2, 2, 8, 2, 4)
-MOE_UP_MANY = MoeUp(8, 4, 2, 8, 1, 3)  # from four tokens on
-MOE_DOWN = MoeDown(4, 2, 1, 2)
+MOE_UP_NARROW = MoeUp(8, 2, 4, 4, 2, 8)  # intermediate size up to 256, less than four tokens
+MOE_UP_MANY = MoeUp(8, 2, 1, 4, 2, 8)  # from four tokens on
+MOE_DOWN_ONE = MoeDown(8, 2, 1, 2)
+MOE_DOWN = MoeDown(4, 2, 2, 2)  # from two tokens on
 MOE_DOWN_NARROW = MoeDown(2, 2, 1, 2)  # intermediate size up to 256
-MOE_GEMM_FEW = MoeGemm(2, 1, 4, 2, 0, 4)  # few rows an expert
-MOE_GEMM_MANY = MoeGemm(8, 1, 8, 1, 1, 1)
+# (least rows an expert on average, variant)
+MOE_GEMM: list[tuple[int, MoeGemm]] = [
+    (128, MoeGemm(8, 2, 4, 1, 1, 2)),
+    (16, MoeGemm(4, 1, 8, 1, 1, 2)),
+    (0, MoeGemm(2, 1, 4, 2, 0, 4)),
+]
 HALF_GEMV: dict[int, HalfGemv] = {m: HalfGemv(m, 16, 1, 4, 8, 4, 4) for m in (1, 2)} | {
     m: HalfGemv(m, 16, 2, 2, 8, 2, 3) for m in (3, 4)
 }
 
 
-def gemm_for(m: int, n: int, k: int, multiprocessors: int) -> tuple[Gemm, int]:
-    """(variant, parts of K) for m rows of x."""
-    rows = next((r for r in GEMM if m <= r), max(GEMM))
-    return by_rows(GEMM[rows], n), 1
-
-
 DECODE: dict[tuple[int, int], Decode] = {
-    (size, fp8): Decode(size, fp8, 4, {64: 4, 128: 4, 256: 2}[size])
+    (size, fp8): Decode(size, fp8, 4, {64: 4, 128: 3, 256: 2}[size])
     for size in (64, 128, 256)
     for fp8 in (0, 1)
 }
@@ -281,9 +298,12 @@ def by_rows(table: list[tuple[int, T]], n: int) -> T:
 
 
 def all_variants() -> list[_Variant]:
+    """Every variant in use, each once."""
     found: list[_Variant] = [v for table in GEMV.values() for _, v in table]
-    found += [v for table in GEMM.values() for _, v in table]
-    found += [MOE_UP, MOE_UP_MANY, MOE_DOWN, MOE_DOWN_NARROW, MOE_GEMM_FEW, MOE_GEMM_MANY]
+    found += [v for pair in GEMM.values() for v in pair]
+    found += GEMM_SHORT.values()
+    found += [MOE_UP, MOE_UP_NARROW, MOE_UP_MANY, MOE_DOWN_ONE, MOE_DOWN, MOE_DOWN_NARROW]
+    found += [v for _, v in MOE_GEMM]
     found += HALF_GEMV.values()
     found += DECODE.values()
-    return found
+    return list(dict.fromkeys(found))
