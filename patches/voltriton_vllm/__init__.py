@@ -11,6 +11,8 @@ vLLM is registered here; the rest is reached by the hooks of the patch series be
     moe       NVFP4 experts (`moe_backend`: "voltriton")
     cpu       C++ kernel for CPUs
     sm70      CUDA kernels for Volta
+    missing_ops  operators of vLLM's extensions where those are not built (Volta)
+    formats   which quantisations run on Volta
     lifetime  engine processes end with their parent
 """
 
@@ -24,6 +26,13 @@ def register() -> None:
     if pin.is_other_distribution():
         return
     pin.check()
+    from voltriton_vllm import gates
+
+    gates.force_capability()
+    if gates.on_cuda():
+        from voltriton_vllm import missing_ops
+
+        missing_ops.install()  # before vLLM's modules ask for them at import
     from voltriton_vllm import linear
 
     linear.register()

@@ -12,6 +12,7 @@ import os
 import torch
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 
 logger = init_logger("vllm.voltriton")
 
@@ -25,6 +26,31 @@ def mode() -> str:
     if value not in ("auto", "oracle"):
         raise ValueError(f"VOLTRITON_NVFP4: got {value!r}, allowed: auto, oracle")
     return value
+
+
+def on_cuda() -> bool:
+    return bool(current_platform.is_cuda())
+
+
+def force_capability() -> None:
+    """Obey `VOLTRITON_FORCE_CAPABILITY` (see above). Torch and Triton go on seeing the real device."""
+    wanted = os.environ.get("VOLTRITON_FORCE_CAPABILITY")
+    if not wanted or not on_cuda():
+        return
+    forced = _parse_capability(wanted)
+    real = current_platform.get_device_capability()
+    if real is not None and real < forced:
+        raise ValueError(f"VOLTRITON_FORCE_CAPABILITY: got {wanted}, allowed: at most the device's {real}")
+    logger.warning("Compute capability is taken to be %s (VOLTRITON_FORCE_CAPABILITY).", wanted)
+    platform = type(current_platform)
+    platform.get_device_capability = classmethod(lambda cls, device_id=0: forced)
+
+
+def _parse_capability(text: str) -> DeviceCapability:
+    major, _, minor = text.partition(".")
+    if not (major.isdigit() and minor.isdigit()):
+        raise ValueError(f"VOLTRITON_FORCE_CAPABILITY: got {text!r}, allowed: MAJOR.MINOR, as 7.0")
+    return DeviceCapability(int(major), int(minor))
 
 
 def capability() -> int | None:

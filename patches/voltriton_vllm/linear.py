@@ -18,6 +18,8 @@ from vllm.platforms import PlatformEnum, current_platform
 
 from voltriton_vllm import gates
 from voltriton_vllm.codec import dequantise
+from voltriton_vllm.cpu import build as cpu_build
+from voltriton_vllm.cpu import linear as cpu_linear
 
 logger = init_logger("vllm.voltriton")
 
@@ -53,14 +55,77 @@ class VoltritonNvFp4LinearKernel(NvFp4LinearKernel):  # type: ignore[misc]  # vL
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        if current_platform.is_cpu() and gates.mode() != "oracle":
+        way = choose_way()
+        if way == "expand":
             _expand(layer, self.dtype)
+        elif way == "cpu":
+            packed = cpu_linear.pack(layer.weight.data, layer.weight_scale.data, global_factors(layer))
+            _replace(layer, packed.words, packed.scale, packed.factor, packed.n)
+        elif way == "sm70":
+            from voltriton_vllm.sm70 import ops
+
+            rows = ops.prepare_linear(layer.weight.data, layer.weight_scale.data, global_factors(layer))
+            _replace(layer, rows.words, rows.scale, rows.row_scale, rows.n)
+            layer.nvfp4_k = rows.k
+        layer.nvfp4_way = way
 
     def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if hasattr(layer, "cpu_linear"):
-            return layer.cpu_linear(x, layer.weight, bias)
-        weight = dequantise(layer.weight, layer.weight_scale, global_factors(layer), x.dtype)
-        return torch.nn.functional.linear(x, weight, bias)
+        return WAYS[layer.nvfp4_way](layer, x, bias)
+
+
+def choose_way() -> str:
+    """Which of WAYS the layers of this process take; the reason for a slow one is logged once."""
+    if gates.mode() == "oracle":
+        return "oracle"
+    if current_platform.is_cpu():
+        reason = cpu_build.load()
+        if reason is None:
+            return "cpu"
+        logger.info_once(
+            "NVFP4 weights are expanded at load, with the memory of the 16-bit model: %s", reason
+        )
+        return "expand"
+    from voltriton_vllm.sm70 import ops
+
+    reason = ops.why_unavailable()
+    if reason is None:
+        return "sm70"
+    logger.warning_once("NVFP4 layers are dequantised at every step, which is slow: %s", reason)
+    return "oracle"
+
+
+def _by_oracle(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    weight = dequantise(layer.weight, layer.weight_scale, global_factors(layer), x.dtype)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def _expanded(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    result: torch.Tensor = layer.cpu_linear(x, layer.weight, bias)
+    return result
+
+
+def _by_cpu_kernel(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    packed = cpu_linear.PackedLinear(layer.weight, layer.weight_scale, layer.nvfp4_factor, layer.nvfp4_n)
+    return cpu_linear.linear(x, packed, bias)
+
+
+def _by_sm70_kernel(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    from voltriton_vllm.sm70 import ops
+
+    packed = ops.PackedLinear(
+        layer.weight, layer.weight_scale, layer.nvfp4_factor, layer.nvfp4_n, layer.nvfp4_k
+    )
+    return ops.nvfp4_linear(x, packed, bias)
+
+
+WAYS = {"oracle": _by_oracle, "expand": _expanded, "cpu": _by_cpu_kernel, "sm70": _by_sm70_kernel}
+
+
+def _replace(layer: Any, words: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor, n: int) -> None:
+    """The packed tensors take the place of the checkpoint's, as parameters, where torch.compile finds them."""
+    for name, tensor in (("weight", words), ("weight_scale", scale), ("nvfp4_factor", factor)):
+        setattr(layer, name, nn.Parameter(tensor, requires_grad=False))
+    layer.nvfp4_n = n
 
 
 def global_factors(layer: Any) -> torch.Tensor:

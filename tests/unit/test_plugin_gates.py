@@ -57,3 +57,29 @@ def test_the_mode_is_checked(monkeypatch):
     monkeypatch.setenv("VOLTRITON_NVFP4", "fast")
     with pytest.raises(ValueError, match="VOLTRITON_NVFP4: got 'fast', allowed: auto, oracle"):
         gates.mode()
+
+
+def forced(monkeypatch, wanted: str, real: tuple[int, int]) -> object:
+    class Platform:
+        @classmethod
+        def is_cuda(cls) -> bool:
+            return True
+
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0):
+            return gates.DeviceCapability(*real)
+
+    monkeypatch.setattr(gates, "current_platform", Platform())
+    monkeypatch.setenv("VOLTRITON_FORCE_CAPABILITY", wanted)
+    gates.force_capability()
+    return gates.current_platform.get_device_capability()
+
+
+def test_a_newer_gpu_can_play_a_v100(monkeypatch):
+    assert forced(monkeypatch, "7.0", (9, 0)) == (7, 0)
+
+
+@pytest.mark.parametrize(("wanted", "message"), [("seven", "allowed: MAJOR.MINOR"), ("9.0", "at most")])
+def test_nonsense_is_refused(monkeypatch, wanted, message):
+    with pytest.raises(ValueError, match=message):
+        forced(monkeypatch, wanted, (7, 0))
