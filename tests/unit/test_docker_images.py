@@ -123,7 +123,7 @@ def test_locks_have_the_versions_of_requirements_lock() -> None:
     for name, left_out in (("cpu", lock.TOOLS), ("v100", lock.TOOLS | lock.CPU_ONLY | lock.TORCH_BRINGS)):
         text = (DOCKER / f"requirements-{name}.lock").read_text(encoding="utf-8")
         locked = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.M))
-        extra = {"nvidia-ml-py", "nvidia-nccl-cu12"} if name == "v100" else set()
+        extra = {lock.name_of(pin) for pin in lock.MONITOR + lock.CUDA} if name == "v100" else set()
         assert locked.keys() - extra == pins.keys() - left_out
         assert {key: value for key, value in locked.items() if key not in extra} == {
             k: pins[k] for k in locked.keys() - extra

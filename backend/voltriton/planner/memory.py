@@ -34,6 +34,8 @@ class Request:
     max_num_batched_tokens: int = 2048
     gpu_memory_utilization: float = 0.90
     enforce_eager: bool = False
+    dtype_bytes: int | None = None
+    """Of a number in the engine's dtype; None: what the card's profile has."""
     kv_bytes: int | None = None
     cpu_kv_gib: float = 1.0
     lengths: tuple[int, ...] = (2048, 8192, 32768)
@@ -41,6 +43,10 @@ class Request:
     """As if the checkpoint were converted to NVFP4 (an advice tries that)."""
     expand: bool = False
     """NVFP4 weights are expanded at load, as on a CPU without its kernel."""
+
+    @property
+    def number_bytes(self) -> int:
+        return self.dtype_bytes or self.cards.card.dtype_bytes
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ def make_plan(files: ModelFiles, request: Request) -> Plan:
     shape = cache_shape(
         files.config,
         request.cards.count,
-        request.cards.card.dtype_bytes,
+        request.number_bytes,
         request.cards.card.block_tokens,
         request.kv_bytes,
     )
@@ -137,7 +143,7 @@ def weight_bytes(weight: Weight, request: Request, quantized: bool) -> int:
                 f"{weight.name}: {columns} columns a rank; NVFP4 needs a multiple of 16: use fewer ranks"
             )
         return int(numbers * NVFP4_BYTES)
-    return int(numbers * (4 if weight.stored == FLOAT32 else request.cards.card.dtype_bytes))
+    return int(numbers * (4 if weight.stored == FLOAT32 else request.number_bytes))
 
 
 def _quantized(files: ModelFiles, layout: list[Weight], request: Request) -> frozenset[str]:
@@ -176,7 +182,7 @@ def _buffers(files: ModelFiles, request: Request) -> int:
         or 1
     )
     positions = config.number("max_position_embeddings", request.max_model_len)
-    return int(positions * size * factor * request.cards.card.dtype_bytes)
+    return int(positions * size * factor * request.number_bytes)
 
 
 def _activations(files: ModelFiles, request: Request) -> int:
@@ -203,7 +209,7 @@ def _activations(files: ModelFiles, request: Request) -> int:
             // ranks,
         )
     streams = config.number("hc_count", 1) or 1
-    per_token = ((3 + streams) * hidden + widest) * request.cards.card.dtype_bytes
+    per_token = ((3 + streams) * hidden + widest) * request.number_bytes
     logits = request.max_num_seqs * config.number("vocab_size") * 8
     return request.max_num_batched_tokens * per_token + logits
 

@@ -6,7 +6,7 @@ import fnmatch
 import re
 from collections import Counter
 
-from voltriton.planner.files import ModelFiles
+from voltriton.planner.files import ModelFiles, PlanError
 from voltriton.planner.layout import Weight
 
 # 4 bits a number and an e4m3 scale (8 bits) a block of 16.
@@ -71,7 +71,10 @@ def _excluded(name: str, patterns: list[str]) -> bool:
 
 def _matches(pattern: str, full: str, name: str) -> bool:
     if pattern.startswith("re:"):
-        return bool(re.match(pattern[3:], full) or re.match(pattern[3:], name))
+        try:
+            return bool(re.match(pattern[3:], full) or re.match(pattern[3:], name))
+        except re.error as error:
+            raise PlanError(f"quantization_config: {pattern!r} is no regular expression: {error}") from None
     if "*" in pattern:
         return fnmatch.fnmatch(full, pattern) or fnmatch.fnmatch(name, pattern)
     return bool(plain(pattern)) and plain(pattern) in name
