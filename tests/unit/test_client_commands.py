@@ -222,13 +222,25 @@ def metrics_address() -> Iterator[str]:
         thread.join()
 
 
-def test_status_well(metrics_address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "serve.json").write_text(json.dumps({"pid": os.getpid(), "restarts": 2}))
+def test_status_well(
+    server: FakeServer, metrics_address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The metrics' address comes from the supervisor's note."""
+    note = {
+        "pid": os.getpid(),
+        "state": "ready",
+        "repairs": 2,
+        "grpc": server.address,
+        "metrics": metrics_address,
+    }
+    (tmp_path / "serve.json").write_text(json.dumps(note))
     (tmp_path / "half.json").write_text('{"pid"')
-    argv = ["status", "--metrics", metrics_address, "--run-dir", str(tmp_path)]
+    (tmp_path / "old.json").write_text(json.dumps({"pid": 2**22 + 1, "since": 5, "state": "starting"}))
+    argv = ["status", "--run-dir", str(tmp_path)]
     assert voltriton(argv) == 0
     out, err = capsys.readouterr()
-    assert "live, ready" in out and "READY" in out and "restarts 2" in out and err == ""
+    assert "live, ready" in out and "READY" in out and "state ready, repairs 2" in out and err == ""
+    assert "not running any more (pid 4194305, state starting, for " in out
     assert "engine vllm: running 3, waiting 1, kv_cache_use 25.0%, generation_tokens 1200" in out
     assert voltriton([*argv, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
@@ -238,7 +250,7 @@ def test_status_well(metrics_address: str, tmp_path: Path, capsys: pytest.Captur
         "kv_cache_use": 0.25,
         "generation_tokens": 1200,
     }
-    assert body["supervisor"] == [{"pid": os.getpid(), "restarts": 2, "alive": True}]
+    assert {**note, "alive": True} in body["supervisor"]
     assert body["problems"] == []
 
 

@@ -30,7 +30,7 @@ def server() -> Iterator[FakeServer]:
 
 @pytest.fixture(scope="module")
 def url(server: FakeServer) -> Iterator[str]:
-    with gateway(server.address, aliases=(Alias("sql", "vllm", "adapter"),)) as url:
+    with gateway(server.address, aliases=(Alias("sql", "vllm", "adapter"), Alias("org/name", "vllm"))) as url:
         yield url
 
 
@@ -43,9 +43,10 @@ def client(server: FakeServer, url: str) -> Iterator[openai.OpenAI]:
 
 
 def test_models_are_engines_and_aliases(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["sql", "vllm"]
+    assert [model.id for model in client.models.list()] == ["org/name", "sql", "vllm"]
+    assert client.models.retrieve("org/name").id == "org/name"
     assert client.models.retrieve("vllm").owned_by == "voltriton"
-    with pytest.raises(openai.NotFoundError, match="no model 'gpt'; there are: sql, vllm"):
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt'; there are: org/name, sql, vllm"):
         client.models.retrieve("gpt")
 
 

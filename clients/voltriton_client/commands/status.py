@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,17 +43,19 @@ def main(argv: list[str]) -> int:
     add_server_options(parser)
     args = parser.parse_args(argv)
     with client_for(args) as client:
-        status = collect(client, args.metrics or args.server.rsplit(":", 1)[0] + ":8002", args.run_dir)
+        status = collect(client, args.metrics, args.run_dir)
     print(json.dumps(status) if args.json else text_of(status))
     for problem in status["problems"]:
         print(f"voltriton status: {problem}", file=sys.stderr)
     return 1 if status["problems"] else 0
 
 
-def collect(client: Client, metrics_address: str, run_dir: Path) -> dict[str, Any]:
+def collect(client: Client, metrics_address: str | None, run_dir: Path) -> dict[str, Any]:
     """Everything that is to be had; what is missing is named in `problems`."""
+    supervisors = supervisor(run_dir)
+    metrics_address = metrics_address or _metrics_of(client.target.address, supervisors)
     status: dict[str, Any] = {"server": client.target.address, "live": False, "ready": False, "models": []}
-    status |= {"engine": None, "supervisor": supervisor(run_dir), "problems": []}
+    status |= {"engine": None, "supervisor": supervisors, "problems": []}
     try:
         status["live"], status["ready"] = client.live(), client.ready()
         models = client.models()
@@ -69,6 +72,12 @@ def collect(client: Client, metrics_address: str, run_dir: Path) -> dict[str, An
         # Metrics are an extra: a server without them is not unwell.
         status["engine_note"] = f"no metrics at {metrics_address}: {error}"
     return status
+
+
+def _metrics_of(address: str, supervisors: list[dict[str, Any]]) -> str:
+    """Where the server's metrics are: as its supervisor says, else on Triton's default port."""
+    known = (state.get("metrics") for state in supervisors if state.get("grpc") == address and state["alive"])
+    return next(filter(None, known), address.rsplit(":", 1)[0] + ":8002")
 
 
 def _problem(model: ModelInfo) -> str:
@@ -133,8 +142,21 @@ def text_of(status: dict[str, Any]) -> str:
     if "engine_note" in status:
         lines += ["", status["engine_note"]]
     for state in status["supervisor"]:
-        lines += ["", "supervisor: " + ", ".join(f"{name} {value}" for name, value in state.items())]
+        lines += ["", "supervisor: " + _supervisor_text(state)]
     return "\n".join(lines)
+
+
+def _supervisor_text(state: dict[str, Any]) -> str:
+    """`voltriton serve` as it noted its state; a file that its process left behind says so."""
+    shown = {
+        name: value
+        for name, value in state.items()
+        if name not in ("alive", "since") and value not in (None, "", [])
+    }
+    if isinstance(state.get("since"), int | float):
+        shown["for"] = f"{max(0, time.time() - state['since']):.0f} s"
+    text = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
+    return text if state["alive"] else f"not running any more ({text})"
 
 
 def _number(word: str, value: float) -> str:

@@ -262,7 +262,7 @@ def _add_openai(app: FastAPI, gateway: Gateway) -> None:
         cards = [answers.model_card(name, gateway.started) for name in gateway.pool.names()]
         return _json({"object": "list", "data": cards})
 
-    @app.get("/v1/models/{model}", responses=_ok(schemas.ModelCard))
+    @app.get("/v1/models/{model:path}", responses=_ok(schemas.ModelCard))
     async def model(model: str) -> Response:
         gateway.pool.resolve(model)
         return _json(answers.model_card(model, gateway.started))
