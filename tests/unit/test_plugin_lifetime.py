@@ -39,6 +39,7 @@ def parent(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     started: list[int] = []
+    parents: list[subprocess.Popen[str]] = []
 
     def start(method: str, asks: str) -> tuple[subprocess.Popen[str], int]:
         process = subprocess.Popen(
@@ -47,10 +48,14 @@ def parent(tmp_path):
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         process.stdout.close()
-        started.extend([process.pid, pid])
+        started.append(pid)
+        parents.append(process)
         return process, pid
 
     yield start
+    for process in parents:
+        process.kill()
+        process.wait()
     for pid in started:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
