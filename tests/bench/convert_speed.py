@@ -1,0 +1,125 @@
+"""GB/s and peak memory of `voltriton convert` on a synthetic bfloat16 checkpoint, beside llm-compressor's data-free
+NVFP4A16 on the same files, one after the other.
+
+    python tests/bench/convert_speed.py --gb 4 --llm-compressor DIR      # DIR: see docs/quality.md
+
+Each tool runs in a process of its own; the time is that of the whole process but the start of Python and the
+imports are told apart. Memory is the largest resident set of that process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+HERE = Path(__file__).parent
+HIDDEN, INTERMEDIATE = 4096, 14336
+LINEARS = {
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (HIDDEN // 4, HIDDEN),
+    "self_attn.v_proj": (HIDDEN // 4, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
+    "mlp.up_proj": (INTERMEDIATE, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+}
+LAYER_BYTES = 2 * sum(a * b for a, b in LINEARS.values())
+
+
+def make_source(folder: Path, gb: float) -> float:
+    """Layers of Llama-3-8B's shapes, one file a layer; returns the GB written."""
+    layers = max(round(gb * 1e9 / LAYER_BYTES), 1)
+    folder.mkdir(parents=True)
+    weight_map = {}
+    for i in range(layers):
+        generator = torch.Generator().manual_seed(i)
+        tensors = {
+            f"model.layers.{i}.{name}.weight": torch.randn(shape, generator=generator).mul_(0.02).bfloat16()
+            for name, shape in LINEARS.items()
+        }
+        file = f"model-{i + 1:05}-of-{layers:05}.safetensors"
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+    index = {"metadata": {"total_size": layers * LAYER_BYTES}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": HIDDEN, "dtype": "bfloat16"}))
+    return layers * LAYER_BYTES / 1e9
+
+
+def run(command: list[str], environment: dict[str, str]) -> tuple[float, float]:
+    """(seconds, peak GB) of a child process; its output is shown when it fails."""
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+") as output:
+        child = subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=output)
+        _, status, usage = os.wait4(child.pid, 0)
+        seconds = time.monotonic() - began
+        if status:
+            output.seek(0)
+            sys.exit(f"{' '.join(command)} failed:\n{output.read()[-3000:]}")
+    return seconds, usage.ru_maxrss / 1e6
+
+
+def import_seconds(module: str, environment: dict[str, str]) -> float:
+    return run([sys.executable, "-c", f"import {module}"], environment)[0]
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--gb", type=float, default=4.0)
+    p.add_argument("--llm-compressor", type=Path, metavar="DIR", help="pip --target folder that holds it")
+    p.add_argument("--work", type=Path, help="where the files go; default a temporary folder")
+    args = p.parse_args()
+    work = Path(tempfile.mkdtemp(prefix="convert_speed.", dir=args.work))
+    try:
+        measure(work, args.gb, args.llm_compressor)
+    finally:
+        shutil.rmtree(work)
+
+
+def measure(work: Path, gb: float, peer: Path | None) -> None:
+    size = make_source(work / "in", gb)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    ours = [sys.executable, "-m", "voltriton.cli", "convert", str(work / "in"), str(work / "ours")]
+    rows = [("voltriton convert", *run(ours, {}), import_seconds("voltriton.checkpoint.convert", {}))]
+    if peer is not None:
+        theirs = [
+            sys.executable,
+            str(HERE / "peers.py"),
+            "llm-compressor",
+            str(work / "in"),
+            str(work / "theirs"),
+        ]
+        environment = {"PYTHONPATH": str(peer)}
+        rows.append(
+            ("llm-compressor", *run(theirs, environment), import_seconds("llmcompressor", environment))
+        )
+    print(
+        f"{size:.2f} GB of bfloat16 weights, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}"
+    )
+    for name, seconds, peak, imports in rows:
+        net = seconds - imports
+        print(
+            f"{name:18} {seconds:7.1f} s  {size / seconds:.3f} GB/s, without imports {net:.1f} s  {size / net:.3f} GB/s, "
+            f"peak {peak:.2f} GB"
+        )
+    if len(rows) == 2:
+        (_, a, peak_a, ia), (_, b, peak_b, ib) = rows
+        print(
+            f"ratio: {b / a:.2f} times as fast ({(b - ib) / (a - ia):.2f} without imports), {peak_a / peak_b:.2f} of the memory"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The quality table: perplexity of 16-bit, round to nearest, ours calibrated, ModelOpt's and llm-compressor's default.
+
+    python tests/bench/quality_table.py MODEL_DIR --calib FILE ... --test FILE ... \\
+        --modelopt DIR --llm-compressor DIR                                          # see docs/quality.md
+
+Every checkpoint is made from the same folder and read back by the same code; perplexity is in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from voltriton.checkpoint.calibrate import Recipe
+from voltriton.checkpoint.codec import Rule
+from voltriton.checkpoint.comparison import perplexity
+from voltriton.checkpoint.convert import Options, convert
+from voltriton.checkpoint.source import Source
+from voltriton.checkpoint.texts import load_tokenizer, windows
+
+HERE = Path(__file__).parent
+
+
+def peer(tool: str, site: Path) -> Callable[[Path, Path], None]:
+    def make(source: Path, out: Path) -> None:
+        command = [sys.executable, "-W", "ignore", str(HERE / "peers.py"), tool, str(source), str(out)]
+        done = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            sys.exit(f"{tool} failed: {done.stderr[-2000:]}")
+
+    return make
+
+
+def ours(options: Options) -> Callable[[Path, Path], None]:
+    return lambda source, out: convert(source, out, options)
+
+
+def variants(args: argparse.Namespace) -> dict[str, Callable[[Path, Path], None]]:
+    def recipe(feedback: bool) -> Options:
+        return Options(calibration=Recipe(args.calib, args.calib_tokens, args.window, feedback=feedback))
+
+    made = {
+        "round to nearest": ours(Options(Rule.COMPRESSED_TENSORS)),
+        "ours, least squares": ours(Options(scales="mse")),
+        "ours, calibrated scales": ours(recipe(False)),
+        "ours, calibrated": ours(recipe(True)),
+    }
+    if args.llm_compressor:
+        made["llm-compressor NVFP4A16"] = peer("llm-compressor", args.llm_compressor)
+    if args.modelopt:
+        made["ModelOpt W4A16_NVFP4"] = peer("modelopt", args.modelopt)
+    return {name: make for name, make in made.items() if not args.only or name in args.only}
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("model", type=Path)
+    p.add_argument("--calib", type=Path, action="append", required=True)
+    p.add_argument("--calib-tokens", type=int, default=Recipe().tokens)
+    p.add_argument("--test", type=Path, action="append", required=True)
+    p.add_argument("--test-tokens", type=int, default=8192, help="of each test text")
+    p.add_argument("--window", type=int, default=512)
+    p.add_argument("--only", action="append", help="this variant; may be repeated")
+    p.add_argument("--modelopt", type=Path, metavar="DIR")
+    p.add_argument("--llm-compressor", type=Path, metavar="DIR")
+    p.add_argument("--json", type=Path)
+    args = p.parse_args()
+    print(json.dumps(table(args), indent=1))
+
+
+def table(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    tokenizer = load_tokenizer(args.model)
+    texts = {t.stem: windows(tokenizer, [t], args.test_tokens, args.window, seed=1) for t in args.test}
+    rows = {"16 bit": measure(Source(args.model), texts, 0.0)}
+    for name, make in variants(args).items():
+        work = Path(tempfile.mkdtemp(prefix="quality."))
+        try:
+            began = time.monotonic()
+            make(args.model, work / "out")
+            rows[name] = measure(Source(work / "out"), texts, time.monotonic() - began)
+        finally:
+            shutil.rmtree(work)
+        show(name, rows, texts)
+        if args.json:
+            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return rows
+
+
+def measure(source: Source, texts: dict[str, list[torch.Tensor]], seconds: float) -> dict[str, float]:
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    return {name: perplexity(source, ids) for name, ids in texts.items()} | {"seconds": seconds}
+
+
+def show(name: str, rows: dict[str, dict[str, float]], texts: dict[str, list[torch.Tensor]]) -> None:
+    base, worst = rows["16 bit"], rows.get("round to nearest", rows[name])
+    parts = []
+    for text in texts:
+        gap = worst[text] - base[text]
+        closed = f", {(worst[text] - rows[name][text]) / gap:.0%} closed" if gap else ""
+        parts.append(f"{text} {base[text]:.3f} -> {rows[name][text]:.3f}{closed}")
+    print(f"{name}: {'; '.join(parts)}; made in {rows[name]['seconds']:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
