@@ -84,6 +84,13 @@ class Rehearsal:
             for name in ("PIP_CERT", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"):
                 self._variables[name] = BORROWED_CERTIFICATES
 
+    def inherit(self, all_stages: dict[str, tuple[str, list[tuple[str, str]]]], stage: str) -> None:
+        """Variables and folder of the stages below, which are in the root already."""
+        below = all_stages[stage][0]
+        if below in all_stages:
+            self.inherit(all_stages, below)
+            self.run([step for step in all_stages[below][1] if step[0] in ("ENV", "WORKDIR")])
+
     def run(self, steps: list[tuple[str, str]]) -> None:
         for name, rest in steps:
             handlers = {
@@ -175,6 +182,7 @@ def main() -> int:
     )
     rehearsal.borrow()
     try:
+        rehearsal.inherit(all_stages, args.stage)
         rehearsal.run(all_stages[args.stage][1])
     except subprocess.CalledProcessError as error:
         print(f"failed with status {error.returncode}", file=sys.stderr)

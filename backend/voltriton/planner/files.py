@@ -100,6 +100,8 @@ def read_config(folder: Path) -> Config:
     raw = _json(folder / "config.json")
     text = raw.get("text_config")
     values = {**raw, **text} if isinstance(text, dict) else raw
+    # transformers 5 saves Qwen3-MoE's under the other name.
+    values = {**values, "num_experts": values.get("num_experts") or values.get("num_local_experts")}
     names = raw.get("architectures")
     architecture = str(names[0]) if isinstance(names, list) and names else ""
     return Config(
