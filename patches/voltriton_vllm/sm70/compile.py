@@ -132,7 +132,7 @@ def build(source: str, arch: str) -> bytes:
     path = cache_dir() / f"{key[:32]}.{'cubin' if arch.startswith('sm_') else 'ptx'}"
     try:
         return path.read_bytes()
-    except FileNotFoundError:
+    except OSError:  # not there, or a folder that cannot be read
         image = nvrtc().compile(source, arch)
         _store(path, image)
         return image
