@@ -41,9 +41,7 @@ def test_layer_by_layer_is_the_whole_model(family: str, tmp_path: Path) -> None:
     ids = [torch.randint(0, 256, (1, 48)) for _ in range(3)]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     layerwise = LayerwiseModel(Source(tmp_path / "hf"), ids)
-    for i in range(len(layerwise)):
-        with layerwise.layer(i) as layer:
-            layerwise.states = layerwise.run(layer, i)
+    layerwise.forward()
     for window, state in zip(ids, layerwise.states, strict=True):
         with torch.no_grad():
             whole = model.model(window).last_hidden_state

@@ -261,6 +261,13 @@ def test_split_files(tmp_path: Path) -> None:
     assert torch.equal(made["model.norm.weight"], first["model.norm.weight"])
 
 
+def test_a_link_under_another_name(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    write_gguf(tmp_path / "blobs" / "0123abcd")
+    (tmp_path / "m.gguf").symlink_to(tmp_path / "blobs" / "0123abcd")
+    assert "model.norm.weight" in to_folder(tmp_path / "m.gguf", tmp_path / "out")
+
+
 def test_convert_takes_gguf(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", "qwen3", GGMLQuantizationType.Q8_0)
     assert convert.main([str(tmp_path / "m.gguf"), str(tmp_path / "out")]) == 0

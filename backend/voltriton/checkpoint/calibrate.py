@@ -25,7 +25,7 @@ from voltriton.checkpoint.texts import load_tokenizer, windows
 GROUP_COLUMNS = 4096
 # The global scale in use is the largest magnitude's times one of these, whichever rounds a sample best.
 GLOBAL_FACTORS = (1.0, 2**0.25, 2**-0.25)
-SAMPLE_ROWS = 256
+SAMPLE_ROWS = 48
 TASK_ROWS = 256  # rows of one piece of work: independent of each other, small enough for the cache
 
 
@@ -49,14 +49,17 @@ class Moments:
         self._count = 0
         self.amax = torch.zeros(())
 
-    def add(self, inputs: torch.Tensor) -> None:
+    def add(self, inputs: torch.Tensor, token_weight: torch.Tensor | None = None) -> None:
+        """`inputs` [..., columns]; `token_weight` [tokens] multiplies each token's share, default 1."""
         flat = inputs.reshape(-1, inputs.shape[-1]).float()
+        self.amax = torch.maximum(self.amax, flat.abs().max())
+        if token_weight is not None:
+            flat = flat * token_weight.sqrt()[:, None]
         for part, sums in zip(
             flat.split_with_sizes([len(s) for s in self._sums], 1), self._sums, strict=True
         ):
             sums.addmm_(part.T, part)
         self._count += len(flat)
-        self.amax = torch.maximum(self.amax, flat.abs().max())
 
     def groups(self) -> list[torch.Tensor]:
         if not all(bool(torch.isfinite(s).all()) for s in self._sums):
@@ -122,20 +125,45 @@ def _observe(
     model: LayerwiseModel, layer: nn.Module, index: int, members: dict[str, list[str]]
 ) -> tuple[dict[str, Moments], list[torch.Tensor]]:
     """Moments by group (its matrices have the same input) and the states behind the layer."""
+    seen: dict[str, torch.Tensor] = {}
     moments: dict[str, Moments] = {}
     hooks = []
     for group, modules in members.items():
         linear = _linear(layer, index, modules[0])
         moments[group] = Moments(linear.in_features)
-        hooks.append(linear.register_forward_pre_hook(_adder(moments[group])))
-    states = model.run(layer, index)
+        hooks.append(linear.register_forward_pre_hook(_keeper(seen, group)))
+    states = []
+    for state in model.states:
+        states.append(model.run(layer, index, state))
+        for group, modules in members.items():
+            moments[group].add(seen[group], None if _mixes_tokens(modules[0]) else 1 / energy(states[-1]))
     for hook in hooks:
         hook.remove()
     return moments, states
 
 
-def _adder(moments: Moments) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-    return lambda module, inputs: moments.add(inputs[0])
+def _mixes_tokens(module: str) -> bool:
+    """Queries, keys and values act on other tokens too, and their inputs are normalised."""
+    return module.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj")
+
+
+def energy(state: torch.Tensor) -> torch.Tensor:
+    """Mean square of the residual stream at each token [tokens].
+
+    What a layer adds to the stream is divided by its size in the norms that follow, so an error there counts in
+    proportion. Without this the few tokens with huge activations (attention sinks, arXiv:2309.17453) would be
+    all that the scales are chosen for.
+    """
+    return state.reshape(-1, state.shape[-1]).square().mean(-1).clamp_min(1e-12)
+
+
+def _keeper(
+    seen: dict[str, torch.Tensor], group: str
+) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+    def keep(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        seen[group] = inputs[0]
+
+    return keep
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Quality:
 
 def perplexity(source: Source, windows: list[torch.Tensor]) -> float:
     model = LayerwiseModel(source, windows)
-    _forward(model)
+    model.forward()
     loss = count = 0.0
     for index, ids in enumerate(windows):
         for begin, logits in model.logits(index, LOGIT_ROWS):
@@ -84,7 +84,7 @@ def perplexity(source: Source, windows: list[torch.Tensor]) -> float:
 def quality(checkpoint: Source, source: Source, windows: list[torch.Tensor]) -> Quality:
     models = [LayerwiseModel(s, windows) for s in (source, checkpoint)]
     for model in models:
-        _forward(model)
+        model.forward()
     sums = torch.zeros(4, dtype=torch.float64)
     count = 0
     for index, ids in enumerate(windows):
@@ -103,9 +103,3 @@ def _compare(base: torch.Tensor, ours: torch.Tensor, target: torch.Tensor) -> to
     kl = (p.exp() * (p - q)).sum()
     same = (p.argmax(-1) == q.argmax(-1)).sum()
     return torch.stack([-q[rows, target].sum(), -p[rows, target].sum(), kl, same]).double()
-
-
-def _forward(model: LayerwiseModel) -> None:
-    for index in range(len(model)):
-        with model.layer(index) as layer:
-            model.states = model.run(layer, index)

@@ -58,7 +58,7 @@ def _english(wheel: zipfile.ZipFile) -> Iterator[list[str]]:
 
 
 def _chinese(wheel: zipfile.ZipFile) -> Iterator[list[str]]:
-    import yaml  # type: ignore[import-untyped]  # its stubs are a package of their own
+    import yaml
 
     for name in sorted(wheel.namelist()):
         if re.search(r"/data/(chinese|traditionalchinese)/.*\.yml$", name):

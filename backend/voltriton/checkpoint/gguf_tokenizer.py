@@ -43,7 +43,7 @@ def _backend(gguf: Path, meta: dict[str, Any]) -> Any:
 
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
-            loaded = AutoTokenizer.from_pretrained(str(gguf.resolve().parent), gguf_file=gguf.name)
+            loaded = AutoTokenizer.from_pretrained(str(gguf.absolute().parent), gguf_file=gguf.name)
     except Exception as error:
         kind = meta.get("tokenizer.ggml.model")
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

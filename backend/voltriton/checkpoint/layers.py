@@ -115,9 +115,15 @@ class LayerwiseModel:
             yield begin, hidden[begin : begin + rows] @ self._head.T
 
     @torch.no_grad()
-    def run(self, layer: nn.Module, index: int) -> list[torch.Tensor]:
-        """The states behind this layer; `states` themselves are not changed."""
-        return [self._first(layer(h, **self._given[index])) for h in self.states]
+    def run(self, layer: nn.Module, index: int, state: torch.Tensor) -> torch.Tensor:
+        """The state of one window behind this layer."""
+        return self._first(layer(state, **self._given[index]))
+
+    def forward(self) -> None:
+        """Take all states through all layers."""
+        for index in range(len(self)):
+            with self.layer(index) as layer:
+                self.states = [self.run(layer, index, state) for state in self.states]
 
     @staticmethod
     def _first(out: Any) -> torch.Tensor:

@@ -54,11 +54,9 @@ def _windows_of(tokenizer: Any, file: Path, count: int, window: int, seed: int) 
     if whole == 0:
         raise CheckpointError(f"{file} gives {len(ids)} tokens: at least {window} are needed")
     cut = torch.tensor(ids[: whole * window]).reshape(whole, window)
-    # A model that was trained with a beginning-of-text token sees one in front of every window.
-    bos = tokenizer.bos_token_id
-    starts = tokenizer("a")["input_ids"][:1] == [bos] and bos is not None
-    if starts:
-        cut = torch.cat([torch.full((whole, 1), bos), cut[:, :-1]], 1)
+    if tokenizer.bos_token_id is not None:
+        # Texts begin so in use, and the first token is where attention rests.
+        cut = torch.cat([torch.full((whole, 1), tokenizer.bos_token_id), cut[:, :-1]], 1)
     return list(cut[:, None])
 
 
