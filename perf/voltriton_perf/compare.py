@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from voltriton_perf import report
 from voltriton_perf.report import ResultError
+from voltriton_perf.sweep import console
 
 METRICS = (
     ("requests_s", None, "requests/s"), ("output_tokens_s", None, "output tokens/s"),
@@ -40,9 +40,9 @@ def main(argv: list[str]) -> int:
         print(f"voltriton compare: {error}", file=sys.stderr)
         return 1
     changes = differences(results)
-    console = Console()
-    console.print(_table(names, rows))
-    console.print(_changes_table(names, changes))
+    out = console()
+    out.print(_table(names, rows))
+    out.print(_changes_table(names, changes))
     for name, result in zip(names, results, strict=True):
         if not result["complete"]:
             print(f"{name} is partial: it was interrupted or failed", file=sys.stderr)

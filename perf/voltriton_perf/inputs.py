@@ -11,14 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 from tritonclient.grpc import service_pb2_grpc
 from voltriton_client.channel import Target
-from voltriton_client.errors import from_text
+from voltriton_client.errors import from_rpc
 from voltriton_client.request import Request, to_grpc
 from voltriton_client.response import ResponseReader
 from voltriton_client.tensors import pack
 
 Count = Callable[[str], int]
+COUNT_S = 60.0
 
 ENGLISH = (
     "the of and to in a is that for it was on are as with his they at be this from have or by one had not but what all "
@@ -83,10 +85,11 @@ def server_counter(address: str, model: str) -> Count:
         message.raw_input_contents.append(pack("BOOL", [True]))
         reader = ResponseReader(request.request_id)
         tokens = 0
-        for response in stub.ModelStreamInfer(iter([message]), timeout=60):
-            if response.error_message:
-                raise from_text(response.error_message)
-            tokens += sum(chunk.num_tokens for chunk in reader.feed(response))
+        try:
+            for response in stub.ModelStreamInfer(iter([message]), timeout=COUNT_S, wait_for_ready=True):
+                tokens += sum(chunk.num_tokens for chunk in reader.feed(response))
+        except grpc.RpcError as error:
+            raise from_rpc(error.code().name, error.details() or "", address) from error
         return tokens
 
     return count

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -103,10 +102,5 @@ async def request(
                     tokens.append(chunk.num_tokens)
                 prompt_tokens = chunk.usage.prompt_tokens or prompt_tokens
     except VoltritonError as failure:
-        error = cause(failure)
+        error = f"{failure.code}: {failure}"
     return Record(sent_s, tuple(arrivals), tuple(tokens), error, prompt_tokens, prompt.kind)
-
-
-def cause(error: VoltritonError) -> str:
-    """Code and words without the numbers, so that failures of one cause count as one."""
-    return f"{error.code}: {re.sub(r'[0-9]+', 'N', str(error))[:120]}"

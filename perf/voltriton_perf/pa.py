@@ -95,7 +95,7 @@ def run(
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.communicate()
     if process.returncode:
         raise AnalyzerError(f"perf_analyzer ended with {ending(process.returncode)}: {failure(output)}")
     return read_export(export)

@@ -11,6 +11,8 @@ from typing import Any
 from voltriton_perf.svg import Series, plot
 
 METRICS = (("ttft_ms", "Time to first token"), ("itl_ms", "Inter-token latency"), ("e2e_ms", "End to end"))
+# More curves than this in one plot cannot be told apart: the highest loads are shown.
+MOST_CURVES = 6
 STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:1180px;padding:0 1em;color:#1a1a1a;background:#fff}
 h1{font-size:1.5em}h2{font-size:1.15em;margin-top:2em}
@@ -87,15 +89,16 @@ def level_table(levels: Sequence[dict[str, Any]]) -> str:
         marks = [level["failed"] or "", *level.get("notes", []), "partial" if level.get("partial") else ""]
         row: list[object] = [name_of(level), level["tool"]]
         if summary:
-            row += [f"{summary['requests_s']:.2f}", f"{summary['output_tokens_s']:.1f}"]
+            row += [summary["offered_s"], summary["requests_s"], summary["output_tokens_s"]]
             row += [summary[key]["p95"] if summary[key] else "" for key, _ in METRICS]
             row += [f"{summary['failed']} of {summary['requests']}"]
         else:
-            row += [""] * 6
+            row += [""] * 7
         rows.append([*row, level["load_average"], "; ".join(m for m in marks if m)])
     heads = (
         "load",
         "tool",
+        "sent/s",
         "requests/s",
         "output tokens/s",
         "TTFT P95 ms",
@@ -174,7 +177,7 @@ def _against_load(levels: Sequence[dict[str, Any]], key: str, title: str, x_titl
 
 def _cdf(levels: Sequence[dict[str, Any]], key: str, title: str) -> str:
     series = []
-    for level in levels[-len("levels") :]:
+    for level in levels[-MOST_CURVES:]:
         values = level.get("quantiles", {}).get(key, [])
         series.append(Series(name_of(level), [(value, q / 100) for q, value in enumerate(values)]))
     return plot(f"{title}: part of the requests within", "ms", "part", series)

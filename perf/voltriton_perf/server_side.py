@@ -36,6 +36,9 @@ def read_samples(text: str) -> dict[str, float]:
     return found
 
 
+SETTLE_S = 1.2
+
+
 class Sampler:
     """`with Sampler(url) as sampler:` samples in a thread; `report()` is what it saw."""
 
@@ -50,6 +53,8 @@ class Sampler:
         self.problem: str | None = None
 
     def __enter__(self) -> Self:
+        # What came before (a warm-up) must have been counted before the first sample.
+        self._settle()
         self._sample()
         self._thread.start()
         return self
@@ -57,10 +62,14 @@ class Sampler:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(5.0)
-        # vLLM's numbers reach Triton once a second: wait for those of the level's end.
-        time.sleep(min(1.2, self._interval_s * 1.2))
+        self._settle()
         self._sample()
         self._gpus.close()
+
+    def _settle(self) -> None:
+        """vLLM's numbers reach Triton once a second."""
+        if self._url:
+            time.sleep(SETTLE_S)
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval_s):

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from voltriton_client import VoltritonError
@@ -26,7 +25,7 @@ from voltriton_perf.pa import Level
 from voltriton_perf.profile import Profile, ProfileError, Verdict
 from voltriton_perf.setup import describe_setup
 from voltriton_perf.stats import summarise
-from voltriton_perf.sweep import add_service_options, counter_of, fixed_length, progress, service_of
+from voltriton_perf.sweep import add_service_options, console, counter_of, fixed_length, progress, service_of
 
 FORMAT = "voltriton-sla/1"
 # Texts made for each kind of traffic; requests beyond take them again.
@@ -128,7 +127,7 @@ class Sla:
         wanted = self._profile.wanted
         shown = next((s for s in self._steps if s.users == wanted), self._steps[-1])
         path = report.write(self._result(complete, best, shown), self._args.out, f"sla-{self._profile.name}")
-        Console().print(verdict_table(shown))
+        console().print(verdict_table(shown))
         passed = complete and best >= wanted
         print(
             f"highest load within the targets: {best} users; wanted: {wanted}: {'PASSED' if passed else 'FAILED'}"

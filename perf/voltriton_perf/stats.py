@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -67,6 +68,8 @@ class Summary:
     errors: dict[str, int]
     wall_s: float
     requests_s: float
+    # How fast requests were really sent: an open loop that lags shows here.
+    offered_s: float | None
     output_tokens_s: float
     output_tokens: int
     tokens_message: float | None
@@ -99,7 +102,8 @@ def summarise(records: Sequence[Record]) -> Summary:
     if not records:
         raise ValueError("no request was made")
     good = [r for r in records if r.error is None and r.arrivals_s]
-    errors = Counter(r.error or "EMPTY: no token came" for r in records if r not in good)
+    answered = {id(r) for r in good}
+    errors = causes(r.error or "EMPTY: no token came" for r in records if id(r) not in answered)
     # From the first sending to the last end of what was answered; failures may have ended long before or after.
     counted = good or records
     wall_s = max(r.ended_s for r in counted) - min(r.sent_s for r in counted)
@@ -109,9 +113,10 @@ def summarise(records: Sequence[Record]) -> Summary:
     return Summary(
         requests=len(records),
         failed=len(records) - len(good),
-        errors=dict(errors.most_common()),
+        errors=errors,
         wall_s=round(wall_s, 3),
         requests_s=round(len(good) / wall_s, 3) if wall_s else 0.0,
+        offered_s=_offered_s([r.sent_s for r in records]),
         output_tokens_s=round(tokens / wall_s, 2) if wall_s else 0.0,
         output_tokens=tokens,
         tokens_message=round(tokens / messages, 2) if messages else None,
@@ -120,4 +125,33 @@ def summarise(records: Sequence[Record]) -> Summary:
         gap_ms=spread(gaps, 1e3),
         e2e_ms=spread((r.total_s for r in good), 1e3),
         prompt_tokens=spread(r.prompt_tokens for r in good if r.prompt_tokens is not None),
+        by_kind=_by_kind(records, good),
     )
+
+
+def _by_kind(records: Sequence[Record], good: Sequence[Record]) -> dict[str, Any]:
+    """For mixed traffic: the same figures for each kind."""
+    return {
+        kind: {
+            "requests": sum(r.kind == kind for r in records),
+            "ttft_ms": spread((r.ttft_s for r in good if r.kind == kind), 1e3),
+            "e2e_ms": spread((r.total_s for r in good if r.kind == kind), 1e3),
+        }
+        for kind in sorted({r.kind for r in records} - {""})
+    }
+
+
+def causes(errors: Iterable[str]) -> dict[str, int]:
+    """Failures by cause, the most frequent first; texts that differ in numbers only are one, shown as its first."""
+    counts: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    for error in errors:
+        key = re.sub(r"[0-9]+", "N", error)
+        counts[key] += 1
+        first.setdefault(key, error[:200])
+    return {first[key]: count for key, count in counts.most_common()}
+
+
+def _offered_s(sent_s: Sequence[float]) -> float | None:
+    span = max(sent_s) - min(sent_s)
+    return round((len(sent_s) - 1) / span, 3) if span > 0 else None

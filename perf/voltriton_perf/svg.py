@@ -98,7 +98,9 @@ def _series(one: Series, colour: str, xs: _Axis, ys: _Axis) -> list[str]:
 
 
 def _legend(series: Sequence[Series]) -> list[str]:
-    parts = []
+    width = 34 + 7 * max(len(one.name) for one in series)
+    height = 8 + 15 * len(series)
+    parts = [f'<rect x="{LEFT + 4}" y="{TOP}" width="{width}" height="{height}" fill="#fff" opacity="0.8"/>']
     for i, one in enumerate(series):
         y = TOP + 12 + 15 * i
         colour = COLOURS[i % len(COLOURS)]

@@ -227,7 +227,7 @@ class Sweep:
             "levels": [m.as_dict() for m in self._measured],
         }  # fmt: skip
         path = report.write(result, args.out, args.name)
-        Console().print(level_table(result["levels"]))
+        console().print(level_table(result["levels"]))
         for note in self._notes:
             print(note, file=sys.stderr)
         print(f"report: {path.with_suffix('.html')} and {path.name} beside it", file=sys.stderr)
@@ -253,6 +253,11 @@ def _level(mode: str, value: float, requests: int) -> Level:
 def progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True))
+
+
+def console() -> Console:
+    """Standard output; wide enough for the tables where it is no terminal."""
+    return Console() if sys.stdout.isatty() else Console(width=140)
 
 
 def level_table(levels: Sequence[dict[str, Any]]) -> Table:
