@@ -143,6 +143,7 @@ def _store(path: Path, image: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
             f.write(image)
+        Path(f.name).chmod(0o644)  # another user's process may read an image's cache
         Path(f.name).replace(path)  # several ranks may compile the same source at once
     except OSError as e:
         log.warning("compiled kernels are not kept in %s: %s", path.parent, e)
