@@ -8,7 +8,7 @@ with Client("127.0.0.1:8001") as client:
 
 from voltriton_client.aio import AsyncClient, AsyncSharedStream
 from voltriton_client.channel import Tls
-from voltriton_client.client import Client, SharedStream, Stream
+from voltriton_client.client import Client, Stream
 from voltriton_client.errors import (
     AnswerCut,
     Cancelled,
@@ -27,6 +27,7 @@ from voltriton_client.errors import (
 )
 from voltriton_client.http import HttpClient
 from voltriton_client.request import Request
+from voltriton_client.shared import SharedStream
 from voltriton_client.sse import SseDecoder
 from voltriton_client.types import Choice, Chunk, ModelInfo, Result, Timing, Usage
 

@@ -449,6 +449,14 @@ def test_command_refuses_in_one_line(argv: list[str], words: str, capsys: pytest
     assert words in err and err.count("\n") == 1
 
 
+def test_command_without_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main([]) == 1
+    assert "uvicorn is not installed: pip install 'voltriton[gateway]'" in capsys.readouterr().err
+
+
 def test_command_with_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["--port", str(taken.getsockname()[1])]) == 1
