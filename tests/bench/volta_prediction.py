@@ -113,10 +113,9 @@ def shape(variant: object) -> tuple[int, int]:
 
 def main() -> int:
     bodies, registers = disassemble(compiling.nvrtc().compile(runtime.sources(70)[0], "sm_70"))
-    print(
-        "| kernel | instructions a weight and lane | float | half | integer | tensor | memory | registers |"
-    )
-    print("shared KiB | warps a multiprocessor | weights a clock | of 900 GB/s |")
+    columns = ("kernel", "instructions a weight", *("float", "half", "integer", "tensor", "memory"))
+    columns += ("registers", "shared KiB", "warps a multiprocessor", "weights a clock", "limit / 900 GB/s")
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     for variant in variants.all_variants():
         weights, marker = weights_a_loop(variant)
         if weights:
