@@ -103,4 +103,7 @@ def main(folder: str, ranks: int, dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    # By its name: the ranks look `_parameter_bytes` up in a module that they can import.
+    import planner_models
+
+    planner_models.main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
