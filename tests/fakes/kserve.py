@@ -94,6 +94,8 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.metadata: list[dict[str, str]] = []
         self.cancelled: list[str] = []
         self.streams = 0
+        # Requests in work now.
+        self.active: set[int] = set()
         self.refuse_ready = False
         # When set, every request is answered with this error.
         self.overload = ""
@@ -193,6 +195,7 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
     def _work(self, request: Any, out: Any, gone: threading.Event) -> None:
         asked = read(request)
         self.asked.append(asked)
+        self.active.add(id(request))
         try:
             if self.overload:
                 out.put(failed(request.id, self.overload))
@@ -204,6 +207,8 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
                 out.put(item)
         except Exception as error:
             out.put(failed(request.id, f"INTERNAL: fake: {error!r}"))
+        finally:
+            self.active.discard(id(request))
         if gone.is_set():
             self.cancelled.append(request.id)
 

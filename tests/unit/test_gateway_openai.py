@@ -324,7 +324,7 @@ def test_leaving_cancels_all_prompts_of_a_completion(client: openai.OpenAI, serv
 def test_first_failure_of_several_prompts_is_the_answer(client: openai.OpenAI, server: FakeServer) -> None:
     with pytest.raises(openai.BadRequestError, match="bad"):
         client.completions.create(model="vllm", prompt=["!silent", "!error INVALID_ARGUMENT bad"])
-    wait_for(lambda: len(server.cancelled) == 1)
+    wait_for(lambda: not server.active)
     with pytest.raises(openai.APIError, match="bad"):
         list(
             client.completions.create(
