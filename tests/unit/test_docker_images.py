@@ -124,7 +124,7 @@ def test_locks_have_the_versions_of_requirements_lock() -> None:
         text = (DOCKER / f"requirements-{name}.lock").read_text(encoding="utf-8")
         locked = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.M))
         extra = {lock.name_of(pin) for pin in lock.MONITOR + lock.CUDA} if name == "v100" else set()
-        assert locked.keys() - extra == pins.keys() - left_out
+        assert locked.keys() - extra == pins.keys() - left_out, "run docker/lock.py"
         assert {key: value for key, value in locked.items() if key not in extra} == {
             k: pins[k] for k in locked.keys() - extra
         }
