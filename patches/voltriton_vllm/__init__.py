@@ -33,6 +33,16 @@ def register() -> None:
         from voltriton_vllm import missing_ops
 
         missing_ops.install()  # before vLLM's modules ask for them at import
+        _check_nccl()
     from voltriton_vllm import linear
 
     linear.register()
+
+
+def _check_nccl() -> None:
+    from voltriton_vllm import gates, nccl
+
+    if nccl.is_rank() and gates.real_capability() == 70:
+        from vllm.utils.nccl import find_nccl_library
+
+        nccl.check(find_nccl_library())

@@ -61,6 +61,12 @@ def capability() -> int | None:
     return None if found is None else int(found.to_int())
 
 
+def real_capability() -> int:
+    """That of the device, whatever the test switch says; CUDA only."""
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
 def needs_our_kernels() -> bool:
     """True on a CPU and on GPUs older than vLLM's own NVFP4 kernels."""
     found = capability()

@@ -43,7 +43,7 @@ def cache_folder() -> Path:
 def load() -> str | None:
     """Make `torch.ops.voltriton_cpu` available, building it if need be. None, or why there is no kernel."""
     try:
-        torch.ops.load_library(str(library()))
+        torch.ops.load_library(str(library()))  # type: ignore[no-untyped-call]
     except (BuildError, OSError) as error:
         return str(error)
     torch.library.register_fake("voltriton_cpu::nvfp4_linear", _shape_of_result)
