@@ -11,16 +11,18 @@ import time
 import urllib.request
 from pathlib import Path
 
-from voltriton.triton import Layout, default_root
+from voltriton.server import state_file
+from voltriton.triton import default_root
 
 
 def main(argv: list[str]) -> int:
     """0 when no request is open any more, 1 when some are after the timeout or nothing is being served."""
     parser = argparse.ArgumentParser(prog="voltriton drain", description=__doc__)
     parser.add_argument("--root", type=Path, default=default_root())
+    parser.add_argument("--http-port", type=int, default=8000, help="of the server (%(default)s)")
     parser.add_argument("--timeout-s", type=float, default=60.0)
     args = parser.parse_args(argv)
-    state = Layout(args.root).run / "serve.json"
+    state = state_file(args.root, args.http_port)
     try:
         status = json.loads(state.read_text())
         os.kill(status["pid"], signal.SIGUSR1)

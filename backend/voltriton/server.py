@@ -32,11 +32,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from voltriton.claim import Claim, sweep
 from voltriton.errors import StartError
-from voltriton.processes import alive, command_line, descendants, die_with_parent
+from voltriton.processes import alive, command_line, descendants, die_with_parent, session, shared_memory
 from voltriton.triton import Layout, compose, default_root
 
 RESTART_WINDOW_S = 600.0
+# From the last answer to the end of the server; a response that leaked in Triton would hold it up for its whole
+# exit timeout. Longer than an engine's stop_timeout_s.
+STOP_S = 25.0
 MAX_BACKOFF_S = 60.0
 KEY_HEADER = "voltriton-key"
 # Models below are taken from the repository in this order of need; any other name is loaded too.
@@ -62,7 +66,7 @@ class Options:
 
 @dataclass
 class Status:
-    """Written to `run/serve.json` whenever it changes; `voltriton status` shows it."""
+    """Written to `run/serve-PORT.json` whenever it changes; `voltriton status` shows it."""
 
     state: str = "starting"
     pid: int = field(default_factory=os.getpid)
@@ -76,6 +80,15 @@ class Status:
     models: list[str] = field(default_factory=list)
 
 
+def state_file(root: Path, http_port: int) -> Path:
+    """One a server: the HTTP port tells those of a host apart."""
+    return Layout(root.absolute()).run / f"serve-{http_port}.json"
+
+
+class Hanging(Exception):
+    """The server takes requests and answers none: it cannot be expected to unload a model either."""
+
+
 class Server:
     """One tritonserver process, and what can be asked of it."""
 
@@ -84,6 +97,7 @@ class Server:
         self._key = secrets.token_hex(16)
         self._layout = Layout(options.root.absolute())
         self.process: subprocess.Popen[bytes] | None = None
+        self._claim: Claim | None = None
 
     @property
     def pid(self) -> int | None:
@@ -98,22 +112,27 @@ class Server:
                 f"no tritonserver at {self._layout.server}: run scripts/setup (or make demo) first"
             )
         compose(self._layout)
+        if self._claim is None:
+            sweep()
+            self._claim = Claim()
         log = self.options.log.open("ab") if self.options.log else None
         try:
             self.process = subprocess.Popen(
-                self._command(models),
+                self._command(models, self._claim.prefix),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT if log else None,
                 # A Ctrl-C is ours: the server is told by a signal of its own, after the drain.
                 start_new_session=True,
+                # Held by the server and its stubs: the claim lasts as long as one of them does.
+                pass_fds=[self._claim.fd],
                 preexec_fn=die_with_parent(os.getpid()),
             )
         finally:
             if log is not None:
                 log.close()
 
-    def _command(self, models: list[str]) -> list[str]:
+    def _command(self, models: list[str], region_prefix: str) -> list[str]:
         o = self.options
         restricted = f"model-repository,shared-memory:{KEY_HEADER}={self._key}"
         return [
@@ -131,6 +150,7 @@ class Server:
             f"--exit-timeout-secs={max(1, round(o.grace_s))}",
             # Few cores gain from fewer delivery threads (measured: half of tritonserver's CPU a response).
             "--backend-config=python,thread-pool-size=4",
+            f"--backend-config=python,shm-region-prefix-name={region_prefix}",
             *o.extra,
         ]  # fmt: skip
 
@@ -155,28 +175,64 @@ class Server:
         return False
 
     def canary(self, model: str) -> str | None:
-        """One token through the whole path; None when well, otherwise what went wrong."""
-        body = {"text_input": ".", "max_tokens": 1, "exclude_input_in_output": True}
+        """One token through the whole path; None when well, otherwise what went wrong.
+
+        Raises Hanging where nothing answers and nothing moves: a long queue alone is no illness.
+        """
+        limit_s = self.options.canary_timeout_s
+        body = {
+            "text_input": ".", "max_tokens": 1, "exclude_input_in_output": True,
+            "timeout_ms": max(1, round(limit_s * 1000)),
+        }  # fmt: skip
+        before = self.progress()
         try:
-            code, text = self.request(f"/v2/models/{model}/generate", body, self.options.canary_timeout_s)
+            code, text = self.request(f"/v2/models/{model}/generate", body, limit_s + 1.0)
         except TimeoutError:
-            return f"no answer within {self.options.canary_timeout_s:g} s"
+            code, text = 0, "DEADLINE_EXCEEDED"
         except OSError as error:
             return str(error)
         # An overloaded engine, or one that is being started again, looks after itself.
         if code == 200 or "UNAVAILABLE: overloaded" in text or "it is being started again" in text:
             return None
+        if "DEADLINE_EXCEEDED" in text:
+            if self.progress() != before:
+                return None
+            raise Hanging(f"no answer within {limit_s:g} s, and nothing else is being answered")
         return text.strip()[:300]
 
     def reload(self, model: str) -> None:
-        """Unload and load; StartError with the server's words where the load fails."""
+        """Unload and load; StartError where one of them fails.
+
+        Triton says that a model is unloaded when it has only begun to, and never ends where a response leaked: the
+        old engine would keep its memory, so nothing is loaded beside it.
+        """
+        before = [pid for pid in self.children() if self._serves(pid, model)]
         self.request(f"/v2/repository/models/{model}/unload", {}, self.options.grace_s + 30)
+        deadline = time.monotonic() + self.options.grace_s + 30
+        while any(map(alive, before)):
+            if time.monotonic() > deadline:
+                raise StartError(f"{model} was not unloaded within {self.options.grace_s + 30:g} s")
+            time.sleep(0.1)
         code, text = self.request(f"/v2/repository/models/{model}/load", {}, self.options.ready_timeout_s)
         if code != 200:
             raise StartError(f"{model} could not be loaded again: {text.strip()[:500]}")
 
+    @staticmethod
+    def _serves(pid: int, model: str) -> bool:
+        line = command_line(pid)
+        return "triton_python_backend_stub" in line and f"/{model}/" in line
+
     def children(self) -> list[int]:
-        return descendants(self.pid) if self.pid is not None else []
+        """Also when the server itself is dead: its stubs stay in its session."""
+        if self.pid is None:
+            return []
+        own = {pid for pid in session(self.pid) if pid != self.pid}
+        return sorted(own.union(descendants(self.pid), *map(descendants, own)))
+
+    def note_shared_memory(self) -> None:
+        """Writes down what the engines' processes have in /dev/shm: one that is killed leaves it there."""
+        if self._claim is not None:
+            self._claim.note(shared_memory(self.children()))
 
     def stubs(self) -> set[int]:
         return {pid for pid in self.children() if "triton_python_backend_stub" in command_line(pid)}
@@ -186,13 +242,20 @@ class Server:
 
     def open_requests(self) -> int:
         """By the stubs' own count; 0 where the metrics cannot be read."""
+        return int(self.metric("voltriton:requests_open"))
+
+    def progress(self) -> float:
+        """Grows with every token and every end of a request."""
+        names = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "voltriton:requests_total")
+        return sum(map(self.metric, names))
+
+    def metric(self, name: str) -> float:
+        """Sum over all labels; 0 where the metrics cannot be read."""
         url = f"http://{self.options.address}:{self.options.metrics_port}/metrics"
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2.0) as response:
             lines = response.read().decode().splitlines()
-            return sum(
-                int(float(x.rpartition(" ")[2])) for x in lines if x.startswith("voltriton:requests_open{")
-            )
-        return 0
+            return sum(float(x.rpartition(" ")[2]) for x in lines if x.startswith(name + "{"))
+        return 0.0
 
     def drain(self) -> None:
         """Every engine host refuses new requests from now on, and ends the open ones when its grace is over."""
@@ -204,12 +267,24 @@ class Server:
         """The server and all below it, at once."""
         if self.process is None:
             return
+        self.note_shared_memory()
         below = self.children()
         self.process.kill()
         self.process.wait()
-        for pid in below:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 5.0
+        while below and time.monotonic() < deadline:
+            for pid in below:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            below = [pid for pid in {*below, *self.children()} if alive(pid)]
+        if self._claim is not None:
+            self._claim.clean()
+
+    def release(self) -> None:
+        """After the end: nothing of the server stays in /dev/shm."""
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
 
     def stop(self, timeout_s: float) -> int:
         """SIGTERM, and SIGKILL when the time is over; returns the exit status."""
@@ -233,7 +308,7 @@ class Supervisor:
         self._stop = threading.Event()
         self._drain = threading.Event()
         self._repairs: deque[float] = deque()
-        self._status_file = Layout(options.root.absolute()).run / "serve.json"
+        self._status_file = state_file(options.root, options.http_port)
         self.status = Status(
             http=f"{options.address}:{options.http_port}",
             grpc=f"{options.address}:{options.grpc_port}",
@@ -250,9 +325,10 @@ class Supervisor:
         except StartError as error:
             self._say(str(error))
             self._set("failed", str(error))
-            return 1
+            return 0 if self._stop.is_set() else 1
         finally:
             self._server.stop(self._options.grace_s + 10)
+            self._server.release()
             self._remove_status()
 
     def stop(self) -> None:
@@ -263,6 +339,8 @@ class Supervisor:
 
     def _start(self) -> None:
         self._set("starting")
+        log = self._options.log
+        begin = log.stat().st_size if log is not None and log.exists() else 0
         self.status.models = repository_models(self._options.repository)
         self._server.start()
         self.status.server_pid = self._server.pid
@@ -271,32 +349,40 @@ class Supervisor:
             process = self._server.process
             if process is not None and process.poll() is not None:
                 raise StartError(
-                    f"tritonserver ended with status {process.returncode} while starting; "
-                    f"the reason is in {self._options.log or 'its output above'}"
+                    load_failure(log, begin)
+                    or f"tritonserver ended with status {process.returncode} while starting; "
+                    f"the reason is in {log or 'its output above'}"
                 )
-            if time.monotonic() > deadline or self._stop.is_set():
+            if self._stop.is_set():
+                raise StartError("stopped before it was ready")
+            if time.monotonic() > deadline:
                 raise StartError(f"not ready within {self._options.ready_timeout_s:g} s")
             time.sleep(0.1)
         self._stubs = self._server.stubs()
-        self._set("ready")
+        self._server.note_shared_memory()
+        self._set("draining" if self._drain.is_set() else "ready")
 
     def _watch(self) -> int:
         next_canary = time.monotonic() + self._options.canary_interval_s
         while not self._stop.wait(0.25):
-            if self._drain.is_set() and self.status.state == "ready":
-                self._set("draining")
-                self._say("draining: new requests are refused")
-                self._server.drain()
+            if self._drain.is_set():
+                self._keep_draining()
             failure = self._dead()
             if failure is not None:
                 if not self._repair(failure, self._restart):
                     return 3
             elif time.monotonic() > next_canary and self.status.state == "ready":
                 next_canary = time.monotonic() + self._options.canary_interval_s
-                failure = self._sick()
-                if failure is not None and not self._repair(failure, self._reload):
+                if not self._cure():
                     return 3
         return self._finish()
+
+    def _keep_draining(self) -> None:
+        if self.status.state == "ready":
+            self._set("draining")
+            self._say("draining: new requests are refused")
+        # Again and again: an engine that was started meanwhile does not know of it.
+        self._server.drain()
 
     def _dead(self) -> str | None:
         """What no canary is needed for: the server ended, or one of its stubs did."""
@@ -308,11 +394,18 @@ class Supervisor:
                 return f"the Python stub {pid} died; Triton would keep its requests open for ever"
         return None
 
-    def _sick(self) -> str | None:
+    def _cure(self) -> bool:
+        """A canary, and the repair where it found something; False when there were too many."""
         if ENGINE_MODEL not in self.status.models:
-            return None
-        failure = self._server.canary(ENGINE_MODEL)
-        return None if failure is None or self._stop.is_set() else f"canary: {failure}"
+            return True
+        how = self._reload
+        try:
+            failure = self._server.canary(ENGINE_MODEL)
+        except Hanging as error:
+            failure, how = str(error), self._restart
+        if failure is None or self._stop.is_set():
+            return True
+        return self._repair(f"canary: {failure}", how)
 
     def _repair(self, failure: str, how: Callable[[], None]) -> bool:
         """False when it has been tried too often; a failed repair is tried again by starting the server anew."""
@@ -335,7 +428,7 @@ class Supervisor:
                 failure, how = str(error), self._restart
                 continue
             self.status.repairs += 1
-            self._set("ready", failure)
+            self._set("draining" if self._drain.is_set() else "ready", failure)
             self._say("ready again")
             return True
         return True
@@ -344,6 +437,7 @@ class Supervisor:
         self._say(f"unloading and loading {ENGINE_MODEL}")
         self._server.reload(ENGINE_MODEL)
         self._stubs = self._server.stubs()
+        self._server.note_shared_memory()
 
     def _restart(self) -> None:
         self._say("starting tritonserver again")
@@ -352,17 +446,22 @@ class Supervisor:
 
     def _finish(self) -> int:
         """Open requests may finish within the grace; new ones are refused meanwhile."""
+        self._server.drain()
         self._set("draining")
         self._say(f"stopping: open requests may finish within {self._options.grace_s:g} s")
-        self._server.drain()
         deadline = time.monotonic() + self._options.grace_s
         # The stubs report once a second.
         time.sleep(min(1.2, self._options.grace_s))
         while self._server.open_requests() and time.monotonic() < deadline:
             time.sleep(0.1)
-        status = self._server.stop(max(10.0, self._options.grace_s))
+        unanswered = self._server.open_requests()
+        status = self._server.stop(STOP_S if not unanswered else self._options.grace_s)
         self._set("stopped")
-        return 0 if status == 0 else 1
+        if unanswered:
+            self._say(f"{unanswered} requests were still open after {self._options.grace_s:g} s")
+        elif status != 0:
+            self._say(f"every request was answered, but tritonserver did not end within {STOP_S:g} s")
+        return 1 if unanswered else 0
 
     def _set(self, state: str, failure: str | None = None) -> None:
         self.status.state, self.status.since = state, time.time()
@@ -387,6 +486,18 @@ def repository_models(repository: Path) -> list[str]:
     if not models:
         raise StartError(f"no model in {repository}: a model is a folder with a config.pbtxt")
     return models
+
+
+def load_failure(log: Path | None, begin: int) -> str | None:
+    """What tritonserver says of a model that did not load, in what it has written to its log since `begin`."""
+    if log is None:
+        return None
+    with log.open("rb") as text:
+        text.seek(begin)
+        for line in text.read().decode(errors="replace").splitlines():
+            if "failed to load '" in line:
+                return line.partition("failed to load ")[2].strip().rstrip('"').replace('\\"', '"')
+    return None
 
 
 def check_ports(options: Options) -> None:

@@ -20,6 +20,8 @@ def main() -> None:
     die_with_parent(parent)()
     # Ctrl-C is the server's to handle; it stops us by a frame.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A drain while the engine is being loaded: it is asked for again.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     from voltriton.host.main import run
 
     try:
