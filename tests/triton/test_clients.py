@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -271,6 +272,35 @@ def test_gateway(server: Server) -> None:
             client.with_options(timeout=0.5).chat.completions.create(model="vllm", messages=silent)
         idle(server)
         assert httpx.get(f"{url}/health").json()["models"] == ["vllm"]
+
+
+def test_gateway_with_two_servers(server: Server, tmp_path: Path) -> None:
+    """Both are used; when one is stopped, the other answers everything."""
+    user: Any = [{"role": "user", "content": script(tokens=["a ", "b"], delay_ms=100)}]
+    body = {"model": "vllm", "messages": user}
+    with (
+        Server(fake_repository(tmp_path / "models"), tmp_path / "log") as second,
+        gateway(server.grpc_url, second.grpc_url) as url,
+    ):
+        before = [s.metric("vllm:generation_tokens_total") for s in (server, second)]
+
+        async def ask(count: int) -> list[int]:
+            async with httpx.AsyncClient() as http:
+                posts = [http.post(f"{url}/v1/chat/completions", json=body) for _ in range(count)]
+                return [response.status_code for response in await asyncio.gather(*posts)]
+
+        assert asyncio.run(ask(8)) == [200] * 8
+        for one, tokens in zip((server, second), before, strict=True):
+            wait_for(
+                lambda one=one, tokens=tokens: one.metric("vllm:generation_tokens_total") - tokens == 8,
+                5,
+                "half",
+            )
+        assert second.stop() == 0
+        assert asyncio.run(ask(4)) == [200] * 4
+        wait_for(
+            lambda: httpx.get(f"{url}/health").json()["healthy_servers"] == 1, 10, "the gateway to notice"
+        )
 
 
 def test_engine_that_dies_in_mid_answer(server: Server, client: vc.Client) -> None:
