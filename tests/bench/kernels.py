@@ -362,6 +362,51 @@ def time_attention(stored: list[torch.Tensor], batch: int, length: int, heads: i
     return replay_s(run, 2 * len(stored)), error
 
 
+def bench_prefill_attention(report: Report) -> None:
+    report.line(
+        "\nPrefill attention, causal, one sequence: microseconds; torch's scaled_dot_product_attention"
+    )
+    for size, heads, key_heads in ATTENTION:
+        for length in (2048, 8192):
+            cache = next(caches(1, length, key_heads, size, torch.float16))
+            table = torch.randperm(length // 16, device=DEVICE).int().view(1, -1)
+            lengths = torch.full((1,), length, dtype=torch.int32, device=DEVICE)
+            starts = torch.tensor([0, length], dtype=torch.int32, device=DEVICE)
+            q = torch.randn(length, heads, size, device=DEVICE).half()
+            out = torch.full_like(q, NAN)
+            args = (q, cache[0], cache[1], table, lengths, starts, length, size**-0.5, 0, 1.0, 1.0)
+            poison()
+            attention.paged_prefill(out, *args)
+            error = check(
+                out[-1], attention64(q[-1:], cache, table, length, heads // key_heads), 3e-3, "prefill"
+            )
+            ours = replay_s(lambda _, o=out, a=args: attention.paged_prefill(o, *a), 2)
+            k, v = (c[table[0].long()].flatten(0, 1).transpose(0, 1)[None].contiguous() for c in cache)
+            group = heads // key_heads
+            dense = (
+                q.transpose(0, 1)[None].contiguous(),
+                k.repeat_interleave(group, 1),
+                v.repeat_interleave(group, 1),
+            )
+            theirs = replay_s(
+                lambda _, d=dense: torch.nn.functional.scaled_dot_product_attention(*d, is_causal=True), 2
+            )
+            tflops = 2 * length * length * heads * size / ours / 1e12
+            report.row(
+                f"D={size:<4d}{heads:3d}/{key_heads} heads  L={length:<6d} {ours * 1e6:8.1f}  {tflops:6.1f} TFLOP/s"
+                f"  torch {theirs * 1e6:8.1f}  {error:.1e}",
+                what="prefill attention",
+                size=size,
+                heads=heads,
+                key_heads=key_heads,
+                length=length,
+                us=ours * 1e6,
+                tflops=tflops,
+                torch_us=theirs * 1e6,
+                error=error,
+            )
+
+
 def bench_half(report: Report, bandwidth: float) -> None:
     report.line("\nFloat16 matrix, few rows: microseconds (fraction of copy bandwidth); cuBLAS")
     for n, k in HALF:
@@ -410,6 +455,7 @@ def main() -> int:
     bench_moe(report, bandwidth)
     report.save()
     bench_attention(report, bandwidth)
+    bench_prefill_attention(report)
     bench_half(report, bandwidth)
     report.save()
     return 0

@@ -306,6 +306,41 @@ def test_paged_decode(size: int, heads: int, key_heads: int, fp8: bool, window: 
     assert torch.equal(out, again)
 
 
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (8, 2), (6, 1)])
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("window", [0, 50])
+def test_paged_prefill(size: int, heads: int, key_heads: int, fp8: bool, window: int) -> None:
+    lengths_list, news_list, block = [1, 300, 129, 40, 700], [1, 300, 5, 0, 200], 16
+    cache = torch.randn(2, 300, block, key_heads, size, device=DEVICE).half()
+    if fp8:
+        cache = cache.to(torch.float8_e4m3fn)
+    table = torch.randperm(300, device=DEVICE)[: 5 * 45].view(5, 45).int()
+    lengths = torch.tensor(lengths_list, dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, *news_list], device=DEVICE).cumsum(0).int()
+    q = torch.randn(int(starts[-1]), heads, size, device=DEVICE).half()
+    out = torch.full_like(q, float("nan"))
+    k_scale, v_scale = (0.5, 2.0) if fp8 else (1.0, 1.0)
+    args = (q, cache[0], cache[1], table, lengths, starts, 300, size**-0.5, window, k_scale, v_scale)
+    attention.paged_prefill(out, *args)
+    for b, (length, new) in enumerate(zip(lengths_list, news_list, strict=True)):
+        if new == 0:
+            continue
+        k, v = (c.float()[table[b].long()].flatten(0, 1)[:length].double() for c in cache)
+        k = k.repeat_interleave(heads // key_heads, 1) * k_scale
+        v = v.repeat_interleave(heads // key_heads, 1) * v_scale
+        scores = torch.einsum("nhd,thd->hnt", q[starts[b] : starts[b + 1]].double(), k) * size**-0.5
+        position = torch.arange(length - new, length, device=DEVICE)[:, None]
+        key = torch.arange(length, device=DEVICE)[None]
+        hidden = (key > position) | ((key <= position - window) if window else key < 0)
+        p = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        want = torch.einsum("hnt,thd->nhd", p, v)
+        assert error(out[starts[b] : starts[b + 1]].flatten(1), want.flatten(1)) < 3e-3
+    again = torch.empty_like(out)
+    attention.paged_prefill(again, *args)
+    assert torch.equal(out, again)
+
+
 def test_clear_refusals() -> None:
     weight, scale = matrix(32, 64)
     packed = ops.prepare_linear(weight.clone(), scale, torch.tensor(1.0, device=DEVICE))

@@ -1,4 +1,4 @@
-"""Decode attention over a paged cache as a torch custom op."""
+"""Attention over a paged cache as torch custom ops: one new token a sequence, or several."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import torch
 
 from voltriton_vllm.sm70.runtime import Runtime, runtime
-from voltriton_vllm.sm70.variants import DECODE, ceil_div
+from voltriton_vllm.sm70.variants import DECODE, PREFILL, ceil_div
 
 HEAD_SIZES = (64, 128, 256)
 _MOST_SPLITS = 64  # what decode_combine takes
@@ -56,11 +56,6 @@ def paged_decode(
     splits = split_count(device, batch * head_chunks, max_length)
     part = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=query.device)
     stats = torch.empty(batch, heads, splits, 2, dtype=torch.float32, device=query.device)
-    strides = [
-        ctypes.c_uint64(cache.stride(dim) * bytes_a_value)
-        for cache in (key_cache, value_cache)
-        for dim in range(3)
-    ]
     device.kernel(variant.name)(
         (splits, head_chunks, batch),
         variant.warps * 32,
@@ -72,7 +67,7 @@ def paged_decode(
         lengths,
         part,
         stats,
-        *strides,
+        *_strides(key_cache, value_cache),
         query.stride(0),
         query.stride(1),
         heads,
@@ -96,6 +91,68 @@ def paged_decode(
         out.stride(1),
         v_scale * e4m3,
     )
+
+
+@torch.library.custom_op("voltriton_sm70::paged_prefill", mutates_args=("out",), device_types="cuda")
+def paged_prefill(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    starts: torch.Tensor,
+    max_new: int,
+    scale: float,
+    window: int,
+    k_scale: float,
+    v_scale: float,
+) -> None:
+    """Causal attention of each sequence's new tokens, whose keys and values are in the cache already.
+
+    As `paged_decode`, but out and query are [tokens, heads, D] for all sequences' new tokens one after
+    another; starts int32 [B + 1]: where each sequence's begin; lengths: tokens in the cache, the new ones
+    included; max_new: a bound of the new tokens of a sequence. A token attends to itself and what is before.
+    """
+    _check(out, query, key_cache, value_cache, block_table, lengths)
+    if out.data_ptr() % 16 or out.stride(0) % 8 or out.stride(1) % 8:
+        raise ValueError("out: must be aligned to 16 bytes")
+    if starts.dtype != torch.int32 or starts.numel() != lengths.numel() + 1:
+        raise ValueError(f"starts: got {starts.dtype} {tuple(starts.shape)}, allowed is int32 [B + 1]")
+    if query.shape[0] == 0 or max_new == 0:
+        return
+    heads, size = query.shape[1:]
+    bytes_a_value = key_cache.element_size()
+    e4m3 = 256.0 if bytes_a_value == 1 else 1.0  # bytes are expanded to value * 2^-8
+    variant = PREFILL[size, int(bytes_a_value == 1)]
+    runtime(query.device.index).kernel(variant.name)(
+        (ceil_div(max_new, variant.tokens), heads, lengths.numel()),
+        variant.warps * 32,
+        variant.shared_bytes,
+        query,
+        out,
+        key_cache,
+        value_cache,
+        block_table,
+        lengths,
+        starts,
+        *_strides(key_cache, value_cache),
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        heads // key_cache.shape[2],
+        key_cache.shape[1],
+        block_table.stride(0),
+        window,
+        scale * k_scale * math.log2(math.e) * e4m3,
+        v_scale * e4m3,
+    )
+
+
+def _strides(*caches: torch.Tensor) -> list[ctypes.c_uint64]:
+    """Bytes between blocks, tokens and heads of each cache."""
+    return [ctypes.c_uint64(c.stride(dim) * c.element_size()) for c in caches for dim in range(3)]
 
 
 def _check(

@@ -26,7 +26,8 @@ def sources(fragment: int) -> list[str]:
     """The texts that are compiled, each with the variants in use; several, so that they compile side by side."""
     variants = all_variants()
     files_of = {
-        v: _ATTENTION if v.macro == "DECODE" else _GLUE if v.macro == "HGEMV" else _MATRIX for v in variants
+        v: _ATTENTION if v.macro in ("DECODE", "PREFILL") else _GLUE if v.macro == "HGEMV" else _MATRIX
+        for v in variants
     }
     texts = []
     for files in (_MATRIX, _GLUE, _ATTENTION):
@@ -58,7 +59,7 @@ class Runtime:
             images = list(pool.map(partial(build, arch=device_arch(device)), sources(self.fragment)))
         modules = [Module(image) for image in images]
         names = [_PLAIN_MATRIX, _PLAIN_GLUE, _PLAIN_ATTENTION]
-        macros = [("GEMV", "GEMM", "MOE_UP", "MOE_DOWN", "MOE_GEMM"), ("HGEMV",), ("DECODE",)]
+        macros = [("GEMV", "GEMM", "MOE_UP", "MOE_DOWN", "MOE_GEMM"), ("HGEMV",), ("DECODE", "PREFILL")]
         return {
             name: module.kernel(name)
             for module, plain, kinds in zip(modules, names, macros, strict=True)

@@ -228,6 +228,30 @@ class Decode(_Variant):
         return max(16 * row + self.warps * warp, at_the_end)
 
 
+@dataclass(frozen=True)
+class Prefill(_Variant):
+    """`PREFILL` of csrc/sm70_attention.cu: head size, 1 for e4m3 bytes, warps (of 16 tokens) a block."""
+
+    macro: ClassVar[str] = "PREFILL"
+    size: int
+    fp8: int
+    warps: int
+    occupancy: int
+
+    @property
+    def name(self) -> str:
+        return f"prefill_d{self.size}_f{self.fp8}_nw{self.warps}_o{self.occupancy}"
+
+    @property
+    def tokens(self) -> int:
+        return 16 * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        row = (self.size + 8) * 2
+        return (self.tokens + 64) * row + self.warps * (16 * 36 + 16 * 20 + 16) * 4
+
+
 # (least N, variant), the first that fits; N small: K is split over more warps so that all multiprocessors have work.
 GEMV: dict[int, list[tuple[int, Gemv]]] = {
     1: [
@@ -289,6 +313,12 @@ DECODE: dict[tuple[int, int], Decode] = {
     for fp8 in (0, 1)
 }
 
+PREFILL: dict[tuple[int, int], Prefill] = {
+    (size, fp8): Prefill(size, fp8, 4 if size == 256 else 8, 1 if size == 256 else 2)
+    for size in (64, 128, 256)
+    for fp8 in (0, 1)
+}
+
 T = TypeVar("T")
 
 
@@ -306,4 +336,5 @@ def all_variants() -> list[_Variant]:
     found += [v for _, v in MOE_GEMM]
     found += HALF_GEMV.values()
     found += DECODE.values()
+    found += PREFILL.values()
     return list(dict.fromkeys(found))
