@@ -314,7 +314,7 @@ DECODE: dict[tuple[int, int], Decode] = {
 }
 
 PREFILL: dict[tuple[int, int], Prefill] = {
-    (size, fp8): Prefill(size, fp8, 4 if size == 256 else 8, 1 if size == 256 else 2)
+    (size, fp8): Prefill(size, fp8, 8 if size == 128 else 4, {64: 4, 128: 2, 256: 1}[size])
     for size in (64, 128, 256)
     for fp8 in (0, 1)
 }
