@@ -22,11 +22,14 @@ from voltriton_client.types import ModelInfo
 
 # What is shown of the engine: our word for it, and the metrics' names that mean it (the first found counts).
 ENGINE_METRICS = {
+    "up": ("voltriton:engine_up",),
+    "open": ("voltriton:requests_open",),
     "running": ("vllm:num_requests_running",),
     "waiting": ("vllm:num_requests_waiting",),
     "kv_cache_use": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
     "prompt_tokens": ("vllm:prompt_tokens_total", "vllm:prompt_tokens"),
     "generation_tokens": ("vllm:generation_tokens_total", "vllm:generation_tokens"),
+    "restarts": ("voltriton:engine_restarts_total",),
     "preemptions": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
 }
 RUN_DIR = Path(".voltriton/run")
@@ -68,6 +71,9 @@ def collect(client: Client, metrics_address: str | None, run_dir: Path) -> dict[
         status["problems"].append(f"{client.target.address} is live and not ready: models load or failed")
     try:
         status["engine"] = engine_numbers(read_metrics(metrics_address))
+        for model, numbers in status["engine"].items():
+            if numbers.get("up") == 0:
+                status["problems"].append(f"the engine of model {model!r} is down or being started again")
     except httpx.HTTPError as error:
         # Metrics are an extra: a server without them is not unwell.
         status["engine_note"] = f"no metrics at {metrics_address}: {error}"
