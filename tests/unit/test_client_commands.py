@@ -192,7 +192,9 @@ def test_models_as_table_and_json(server: FakeServer, capsys: pytest.CaptureFixt
     del server.models["broken"]
 
 
-METRICS = """# TYPE vllm:num_requests_running gauge
+METRICS = """# TYPE voltriton:engine_up gauge
+voltriton:engine_up{model="vllm",version="1"} 1
+# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{model="vllm",version="1"} 3
 # TYPE vllm:num_requests_waiting gauge
 vllm:num_requests_waiting{model="vllm",version="1"} 1
@@ -241,10 +243,11 @@ def test_status_well(
     out, err = capsys.readouterr()
     assert "live, ready" in out and "READY" in out and "state ready, repairs 2" in out and err == ""
     assert "not running any more (pid 4194305, state starting, for " in out
-    assert "engine vllm: running 3, waiting 1, kv_cache_use 25.0%, generation_tokens 1200" in out
+    assert "engine vllm: up 1, running 3, waiting 1, kv_cache_use 25.0%, generation_tokens 1200" in out
     assert voltriton([*argv, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["engine"]["vllm"] == {
+        "up": 1,
         "running": 3,
         "waiting": 1,
         "kv_cache_use": 0.25,
@@ -252,6 +255,15 @@ def test_status_well(
     }
     assert {**note, "alive": True} in body["supervisor"]
     assert body["problems"] == []
+
+
+def test_status_while_the_engine_is_down(
+    metrics_address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    down = METRICS.replace('version="1"} 1\n', 'version="1"} 0\n', 1)
+    monkeypatch.setattr(sys.modules[__name__], "METRICS", down)
+    assert voltriton(["status", "--metrics", metrics_address, "--run-dir", str(tmp_path)]) == 1
+    assert "the engine of model 'vllm' is down" in capsys.readouterr().err
 
 
 def test_status_unwell(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
