@@ -161,6 +161,10 @@ def _print(files: ModelFiles, plan: Plan, rooflines: list[Roofline], advice: lis
         )
     if plan.cache is not None:
         console.print(f"  KV cache: {plan.kv_tokens} tokens in blocks of {plan.cache.block_tokens}")
+        if plan.cache.state_bytes:
+            console.print(
+                f"  recurrent state: {plan.cache.state_bytes / (1 << 20):.1f} MiB a sequence and rank, out of the same memory"
+            )
         counts = ", ".join(f"{plan.cache.sequences(plan.left, n)} of {n}" for n in plan.request.lengths)
         console.print(f"  sequences at once, if each is that long: {counts}")
     for item in rooflines:
