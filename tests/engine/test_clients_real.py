@@ -185,6 +185,8 @@ def test_refusals_reach_the_caller(server: Server) -> None:
         long = httpx.post(
             f"{url}/v1/completions", json={"model": "vllm", "prompt": "word " * 20_000}, timeout=60
         )
+        embedding = httpx.post(f"{url}/v1/embeddings", json={"model": "vllm", "input": "x"})
+        assert embedding.status_code == 400 and "embed" in embedding.json()["error"]["message"]
         assert long.status_code == 400 and "tokens" in long.json()["error"]["message"]
 
 
