@@ -162,8 +162,9 @@ def _print(files: ModelFiles, plan: Plan, rooflines: list[Roofline], advice: lis
     if plan.cache is not None:
         console.print(f"  KV cache: {plan.kv_tokens} tokens in blocks of {plan.cache.block_tokens}")
         if plan.cache.state_bytes:
+            state_mib = plan.cache.state_bytes / (1 << 20)
             console.print(
-                f"  recurrent state: {plan.cache.state_bytes / (1 << 20):.1f} MiB a sequence and rank, out of the same memory"
+                f"  recurrent state: {state_mib:.1f} MiB a sequence and rank, out of the same memory"
             )
         counts = ", ".join(f"{plan.cache.sequences(plan.left, n)} of {n}" for n in plan.request.lengths)
         console.print(f"  sequences at once, if each is that long: {counts}")
