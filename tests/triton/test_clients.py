@@ -143,6 +143,18 @@ def test_one_bad_request_with_the_error_code_header(server: Server) -> None:
     idle(server)
 
 
+def test_closing_a_shared_stream_cancels_all_of_it(server: Server, client: vc.Client) -> None:
+    for _ in range(3):
+        with client.open_stream() as shared:
+            streams = [shared.stream(LONG, max_tokens=4000) for _ in range(8)]
+            for stream in streams:
+                next(stream)
+        idle(server)
+    with pytest.raises(vc.VoltritonError):
+        list(streams[0])
+    assert client.generate("alive").text == "alive"
+
+
 def test_forty_requests_on_one_stream(client: vc.Client) -> None:
     requests = [vc.Request(prompt=f"number {number}") for number in range(40)]
     outcomes = dict(client.generate_many(requests, concurrency=20))
