@@ -7,7 +7,8 @@ from pathlib import Path
 import make_tiny
 import pytest
 from conftest import real_repository
-from server import Server, alive, shm_files, wait_for
+from server import Server, shm_files, wait_for
+from voltriton.processes import alive, shared_memory
 from wire_client import Answer, WireClient, build
 
 PROMPTS = ["hello world", "this is a test of the tokenizer", "a b c d e f g", "zebra 12345 ?"]
@@ -20,7 +21,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def greedy(folder: Path, model: Path, ranks: int) -> list[list[int]]:
     repository = real_repository(folder / f"tp{ranks}", model, tensor_parallel_size=ranks, max_model_len=256)
-    before = shm_files()
     with Server(repository, folder / f"log{ranks}", ready_s=600) as server:
         requests = [
             build(
@@ -34,8 +34,10 @@ def greedy(folder: Path, model: Path, ranks: int) -> list[list[int]]:
         with WireClient(server.grpc_url) as client:
             answers: dict[str, Answer] = client.answers(*requests)
         below = server.children()
+        files = shared_memory(below)
+        assert files
     wait_for(lambda: not any(map(alive, below)), 30, "all processes to be gone")
-    assert shm_files() <= before
+    assert not files & shm_files()
     return [answers[str(i)].last["token_ids"] for i in range(len(PROMPTS))]
 
 
