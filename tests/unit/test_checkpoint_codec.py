@@ -16,7 +16,7 @@ from voltriton.checkpoint.codec import (
     quantise,
     unpack,
 )
-from voltriton.checkpoint.scales import max_scales, searched_scales
+from voltriton.checkpoint.scales import max_scales, rounded, searched_scales
 
 
 def awkward_weight(seed: int = 0, rows: int = 64, columns: int = 96) -> torch.Tensor:
@@ -107,6 +107,15 @@ def test_e2m1_is_nearest_with_ties_to_the_even_code() -> None:
     tied = (distance == distance.amin(-1, keepdim=True)).sum(-1) == 2
     assert tied.sum() >= 7
     assert not (codes[tied] & 1).any()
+
+
+def test_the_short_way_of_rounding_is_the_same() -> None:
+    values = torch.cat(
+        [torch.linspace(-8, 8, 64001), torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.0, 1e-40])]
+    )
+    codes = e2m1_codes(values)
+    by_code = E2M1[(codes & 7).int()] * torch.where(codes > 7, -1.0, 1.0)
+    assert torch.equal(rounded(values), by_code)
 
 
 def test_pack_and_unpack_are_inverse() -> None:

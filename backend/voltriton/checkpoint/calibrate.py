@@ -23,10 +23,8 @@ from voltriton.checkpoint.texts import load_tokenizer, windows
 
 # Second moments are kept between inputs of the same group of columns; larger ones cost too much memory.
 GROUP_COLUMNS = 4096
-# The global scale in use is the largest magnitude's times one of these, whichever rounds a sample best.
-GLOBAL_FACTORS = (1.0, 2**0.25, 2**-0.25)
-SAMPLE_ROWS = 48
-TASK_ROWS = 256  # rows of one piece of work: independent of each other, small enough for the cache
+RIDGE = 0.05  # of the mean square input, in the correction of drift
+TASK_ROWS = 1024  # rows of one piece of work: they do not depend on each other
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,7 @@ class Recipe:
     seed: int = 0
     feedback: bool = True
     shrink: float = 0.5
+    follow: float = 0.0  # how much of the error that earlier layers left in the inputs is corrected, 0 to 1
 
 
 class Moments:
@@ -46,6 +45,7 @@ class Moments:
 
     def __init__(self, columns: int):
         self._sums = [torch.zeros(n, n) for n in group_sizes(columns)]
+        self._drift: list[torch.Tensor] = []
         self._count = 0
         self.amax = torch.zeros(())
 
@@ -60,6 +60,39 @@ class Moments:
         ):
             sums.addmm_(part.T, part)
         self._count += len(flat)
+
+    def add_drift(
+        self, inputs: torch.Tensor, wanted: torch.Tensor, token_weight: torch.Tensor | None
+    ) -> None:
+        """Also sum (wanted - input)_i input_j; call it with what `add` gets."""
+        flat = inputs.reshape(-1, inputs.shape[-1]).float()
+        gap = wanted.reshape(flat.shape).float() - flat
+        if token_weight is not None:
+            gap = gap * token_weight[:, None]
+        self._drift = self._drift or [torch.zeros_like(s) for s in self._sums]
+        sizes = [len(s) for s in self._sums]
+        pairs = zip(gap.split_with_sizes(sizes, 1), flat.split_with_sizes(sizes, 1), strict=True)
+        for (g, x), sums in zip(pairs, self._drift, strict=True):
+            sums.addmm_(g.T, x)
+
+    def corrected(self, weight: torch.Tensor, strength: float) -> torch.Tensor:
+        """The weight whose product with the inputs as they are is nearest to the wanted one's with the wanted
+        inputs: W + W D H^-1, with H = sum x x^T and D = sum (wanted - x) x^T, least squares with a ridge."""
+        if not self._drift or not strength:
+            return weight
+        parts = weight.split_with_sizes([len(s) for s in self._sums], 1)
+        return torch.cat(
+            [self._correct(*p, strength) for p in zip(parts, self._sums, self._drift, strict=True)], 1
+        )
+
+    @staticmethod
+    def _correct(
+        weight: torch.Tensor, sums: torch.Tensor, drift: torch.Tensor, strength: float
+    ) -> torch.Tensor:
+        h = sums.double()
+        h.diagonal().add_(h.diagonal().mean() * RIDGE + 1e-30)
+        change: torch.Tensor = torch.linalg.solve(h, (weight.double() @ drift.double()).T).T
+        return weight + strength * change.float()
 
     def groups(self) -> list[torch.Tensor]:
         if not all(bool(torch.isfinite(s).all()) for s in self._sums):
@@ -95,18 +128,22 @@ def calibrate(
             f"{sorted(outside)[0]} is in no decoder layer and cannot be calibrated: --exclude it"
         )
     total = sum(source.weights[f"{m}.weight"].spec.nbytes for members in groups.values() for m in members)
+    drifted = list(model.states) if recipe.follow else []  # the states of the model quantised so far
     pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
     with pool, meter("calibrating", total) as shown:
         for index, members in by_layer.items():
             with model.layer(index) as layer:
                 torch.set_num_threads(threads)  # the forward pass: large products
-                moments, states = _observe(model, layer, index, members)
+                moments, states = _observe(model, layer, index, members, drifted)
                 torch.set_num_threads(1)  # the rounding: many small steps, so several pieces at once
                 for group, modules in members.items():
                     weights = {m: _linear(layer, index, m).weight.data for m in modules}
                     _Writer(folder, rule, moments[group], recipe, input_scale).group(weights, pool)
                     shown.add(sum(source.weights[f"{m}.weight"].spec.nbytes for m in modules))
                 model.states = states
+                if recipe.follow:
+                    torch.set_num_threads(threads)
+                    drifted = [model.run(layer, index, state) for state in drifted]
 
 
 def groups_of_layer(groups: dict[str, list[str]], index: int) -> dict[str, list[str]]:
@@ -122,9 +159,14 @@ def _linear(layer: nn.Module, index: int, module: str) -> nn.Linear:
 
 
 def _observe(
-    model: LayerwiseModel, layer: nn.Module, index: int, members: dict[str, list[str]]
+    model: LayerwiseModel,
+    layer: nn.Module,
+    index: int,
+    members: dict[str, list[str]],
+    drifted: list[torch.Tensor],
 ) -> tuple[dict[str, Moments], list[torch.Tensor]]:
-    """Moments by group (its matrices have the same input) and the states behind the layer."""
+    """Moments by group (its matrices have the same input) and the states behind the layer. With `drifted`, the
+    inputs are those of the model quantised so far, and the drift from the true ones is kept too."""
     seen: dict[str, torch.Tensor] = {}
     moments: dict[str, Moments] = {}
     hooks = []
@@ -133,10 +175,16 @@ def _observe(
         moments[group] = Moments(linear.in_features)
         hooks.append(linear.register_forward_pre_hook(_keeper(seen, group)))
     states = []
-    for state in model.states:
+    for i, state in enumerate(model.states):
         states.append(model.run(layer, index, state))
+        wanted = dict(seen)
+        if drifted:
+            model.run(layer, index, drifted[i])
         for group, modules in members.items():
-            moments[group].add(seen[group], None if _mixes_tokens(modules[0]) else 1 / energy(states[-1]))
+            share = None if _mixes_tokens(modules[0]) else 1 / energy(states[-1])
+            moments[group].add(seen[group], share)
+            if drifted:
+                moments[group].add_drift(seen[group], wanted[group], share)
     for hook in hooks:
         hook.remove()
     return moments, states
@@ -186,14 +234,17 @@ class _Writer:
         parts = self.moments.groups()
         importance = torch.cat([p.diagonal() for p in parts])
         bases = [Basis.of(p, self.recipe.shrink) for p in parts] if self.recipe.feedback else []
-        top = best_global_scale(list(weights.values()), importance, self.rule)
+        targets = {m: self.moments.corrected(w, self.recipe.follow) for m, w in weights.items()}
+        # The standard one: smaller ones clip, larger ones gained nothing on real layers (docs/quality.md).
+        top = self.rule.global_scale(torch.stack([t.abs().max() for t in targets.values()]).max())
         tasks = [
-            pool.submit(self._rows, module, begin, weight[begin : begin + TASK_ROWS], bases, importance, top)
-            for module, weight in weights.items()
-            for begin in range(0, len(weight), TASK_ROWS)
+            pool.submit(self._rows, module, begin, target[begin : begin + TASK_ROWS], bases, importance, top)
+            for module, target in targets.items()
+            for begin in range(0, len(target), TASK_ROWS)
         ]
-        for task in tasks:
-            task.result()
+        results = [task.result() for task in tasks]
+        if self.recipe.follow:
+            _replace(list(weights.values()), results)
         for module in weights:
             self._scalars(module, top)
         self.folder.finish(*names)
@@ -206,7 +257,8 @@ class _Writer:
         bases: list[Basis],
         importance: torch.Tensor,
         top: torch.Tensor,
-    ) -> None:
+    ) -> torch.Tensor:
+        """Write some rows; returns them as they will be read back."""
         if bases:
             columns = weight.split_with_sizes([len(b.order) for b in bases], 1)
             done = [feedback_scales(w, b, top, self.rule) for w, b in zip(columns, bases, strict=True)]
@@ -218,6 +270,7 @@ class _Writer:
         packed = quantise(weight, scale, top, self.rule)
         self.folder.write(packed_name, begin * packed.shape[1], packed)
         self.folder.write(scale_name, begin * scale.shape[1], scale)
+        return dequantise(packed, scale, top, self.rule) if self.recipe.follow else weight
 
     def _scalars(self, module: str, top: torch.Tensor) -> None:
         _, _, top_name, input_name = tensor_names(module, self.rule)
@@ -226,22 +279,9 @@ class _Writer:
             self.folder.write(input_name, 0, self.rule.global_scale(self.moments.amax))
 
 
-def best_global_scale(weights: list[torch.Tensor], importance: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """The stored global scale, of a few candidates, under which a sample of rows has the least error."""
-    amax = torch.stack([w.abs().max() for w in weights]).max()
-    sample = torch.cat([w[:: max(len(w) * len(weights) // SAMPLE_ROWS, 1)] for w in weights])
-    best, least = rule.global_scale(amax), torch.tensor(torch.inf)
-    for factor in GLOBAL_FACTORS:
-        top = rule.global_scale(amax * factor)
-        scale = searched_scales(sample, top, rule, importance)
-        error = weighted_error(sample, scale, top, rule, importance)
-        if error < least:
-            best, least = top, error
-    return best
-
-
-def weighted_error(
-    weight: torch.Tensor, scale: torch.Tensor, top: torch.Tensor, rule: Rule, importance: torch.Tensor
-) -> torch.Tensor:
-    back = dequantise(quantise(weight, scale, top, rule), scale, top, rule)
-    return ((back - weight).square() * importance).sum()
+def _replace(weights: list[torch.Tensor], pieces: list[torch.Tensor]) -> None:
+    """Put the rows of all matrices, in order, into them."""
+    todo = iter(pieces)
+    for weight in weights:
+        for begin in range(0, len(weight), TASK_ROWS):
+            weight[begin : begin + TASK_ROWS] = next(todo)

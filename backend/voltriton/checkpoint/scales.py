@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from voltriton.checkpoint.codec import E2M1, E4M3_MAX, Rule, blocks_of, e2m1_codes
+from voltriton.checkpoint.codec import E4M3_MAX, Rule, blocks_of
 
 # E4M3 codes tried around the one that maps the block's maximum to 6. Going down clips the maximum; four steps
 # up, about a factor of 1.5, map it to 4 instead of 6 ("four over six"), where E2M1 is denser.
@@ -13,9 +13,14 @@ SEARCH_BLOCKS = 1 << 15  # 2 MB of float32 at a time: stays in the cache
 
 
 def rounded(scaled: torch.Tensor) -> torch.Tensor:
-    """Nearest E2M1 values of `scaled`, float32."""
-    codes = e2m1_codes(scaled)
-    return torch.copysign(E2M1[(codes & 7).int()], scaled)
+    """Nearest E2M1 values of `scaled`, float32, ties to even, by fewer steps than through the codes.
+
+    E2M1's step is half the power of two below a value, within 0.5 and 2; the bits of a float32's exponent alone
+    are that power, and dividing by it is exact.
+    """
+    power = (scaled.view(torch.int32) & 0x7F800000).view(torch.float32)
+    step = power.clamp_(1.0, 4.0).mul_(0.5)
+    return (scaled / step).round_().mul_(step).clamp_(-6.0, 6.0)
 
 
 def max_scales(weight: torch.Tensor, global_scale: torch.Tensor, rule: Rule) -> torch.Tensor:
