@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -16,13 +17,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
-from voltriton_perf import targets
+from voltriton_perf import scale, targets
 from voltriton_perf.closed_loop import Plan
+from voltriton_perf.report import STYLE
+from voltriton_perf.scale import BASE
 from voltriton_perf.setup import describe_setup
 from voltriton_perf.targets import Target, TargetError
 from voltriton_perf.wires import WireError
 
-BASE = "in-process"
 # (key, heading, digits); the ratios come after.
 COLUMNS = (
     ("ttft_mean_ms", "TTFT mean ms", 1), ("ttft_p95_ms", "TTFT P95 ms", 1), ("tpot_mean_ms", "ms a token", 2),
@@ -61,16 +63,51 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--rows", type=Path, help="file for the rows (JSON lines)")
     parser.add_argument("--out", type=Path, help="file for setup, rows and table (JSON); a .md beside it")
-    parser.add_argument("--table", type=Path, metavar="ROWS", help="only print the table of these rows")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="HTML: how the overhead grows, with fitted lines"
+    )
+    parser.add_argument("--table", type=Path, metavar="ROWS", help="measure nothing: the table of these rows")
     args = parser.parse_args(argv)
     if args.table:
-        print(table([json.loads(line) for line in args.table.read_text().splitlines()]))
-        return 0
+        return show(args)
+    # A plain SIGTERM would leave the servers behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return Comparison(args).run()
     except TargetError as error:
         print(f"peers.py: {error}", file=sys.stderr)
         return 1
+
+
+def show(args: argparse.Namespace) -> int:
+    """What --table asks for: the table, and files of it where --out or --plot are given."""
+    rows = [json.loads(line) for line in args.table.read_text().splitlines()]
+    print(table(rows))
+    if args.out:
+        write(args, rows, {})
+    if args.plot:
+        plot(args, rows)
+    return 0
+
+
+def write(args: argparse.Namespace, rows: Sequence[dict[str, Any]], failures: dict[str, str]) -> None:
+    """JSON with all that is needed to reproduce, and the table as Markdown beside it."""
+    given = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+    setup = describe_setup(["perf/peers.py", *sys.argv[1:]], Path(args.model))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    data = {"setup": setup, "arguments": given, "failures": failures}
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    args.out.write_text(json.dumps(data, indent=1)[:-2] + f',\n "rows": [\n  {lines}\n ]\n}}\n')
+    args.out.with_suffix(".md").write_text(table(rows) + "\n")
+
+
+def plot(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
+    """How the overhead grows: an HTML page with plots, and the fitted lines on standard output."""
+    names = [name for name in dict.fromkeys(row["target"] for row in rows) if name != BASE]
+    x = "words" if len({row["words"] for row in rows}) > 1 else "streams"
+    figures, lines = scale.report(rows, names, x)
+    print(lines)
+    args.plot.write_text(f"<!doctype html><meta charset='utf-8'><style>{STYLE}</style>{figures}\n")
 
 
 class Comparison:
@@ -161,17 +198,9 @@ class Comparison:
         text = table(self._rows)
         print(text)
         if self._args.out:
-            args = {k: str(v) if isinstance(v, Path) else v for k, v in vars(self._args).items()}
-            setup = describe_setup(["perf/peers.py", *sys.argv[1:]], Path(self._args.model))
-            self._args.out.parent.mkdir(parents=True, exist_ok=True)
-            self._args.out.write_text(
-                json.dumps(
-                    {"setup": setup, "arguments": args, "failures": self._failures, "rows": self._rows},
-                    indent=1,
-                )
-                + "\n"
-            )
-            self._args.out.with_suffix(".md").write_text(text + "\n")
+            write(self._args, self._rows, self._failures)
+        if self._args.plot:
+            plot(self._args, self._rows)
         print(f"load average now {os.getloadavg()[0]:.1f}", file=sys.stderr)
 
 

@@ -64,6 +64,12 @@ class Grpc:
         return data
 
     async def run(self, prompt: str, tokens: int) -> list[float]:
+        try:
+            return await self._run(prompt, tokens)
+        except grpc.RpcError as error:
+            raise WireError(f"the stream broke: {error.details()}") from error
+
+    async def _run(self, prompt: str, tokens: int) -> list[float]:
         times: list[float] = []
         await self._call.write(self._request(prompt, tokens))
         while True:
