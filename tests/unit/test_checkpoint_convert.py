@@ -15,6 +15,7 @@ import pytest
 import torch
 from checkpoint_tiny import CONFIG, LINEARS, tiny_weights, write_folder
 from safetensors.torch import load_file, save_file
+from test_checkpoint_gguf import write_gguf
 from voltriton.checkpoint import folder as folder_module
 from voltriton.checkpoint.codec import Rule, dequantise, quantise
 from voltriton.checkpoint.convert import main
@@ -235,6 +236,38 @@ def test_a_killed_run_leaves_no_model_and_is_taken_up_again(
     fresh = convert(source, tmp_path / "fresh")
     assert all(torch.equal(fresh[n], resumed[n]) for n in fresh)
     assert left_over(tmp_path, "in", "out", "fresh") == []
+
+
+def test_a_killed_calibration_and_a_killed_gguf_run_go_on(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", "qwen3")
+    (tmp_path / "t.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    calib = [
+        "--calib",
+        str(tmp_path / "t.txt"),
+        "--calib-tokens",
+        "256",
+        "--calib-window",
+        "64",
+        "--jobs",
+        "1",
+    ]
+    command = [str(tmp_path / "m.gguf"), str(tmp_path / "out"), *calib]
+    # Its 16-bit folder has more than six tensors to finish as well: kill only in the second step.
+    script = KILLED.replace("if count == 6:", "if count == 6 and 'weight_packed' in str(names):")
+    script = script.replace("    count += 1\n", "    count += 'weight_packed' in str(names)\n")
+    killed = subprocess.run([sys.executable, "-c", script, *command], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (work,) = tmp_path.glob(".out.gguf-*")
+    before = (work / "hf" / "model.safetensors").stat().st_mtime_ns
+    assert len((tmp_path / ".out.partial" / ".journal").read_text().splitlines()) > 6
+    stopped = subprocess.run([sys.executable, "-c", script.replace("== 6", "== 2"), *command], check=False)
+    assert stopped.returncode == -signal.SIGKILL
+    assert (work / "hf" / "model.safetensors").stat().st_mtime_ns == before
+    assert main(command) == 0
+    assert main([*command[:1], str(tmp_path / "fresh"), *calib]) == 0
+    fresh, resumed = load_all(tmp_path / "fresh"), load_all(tmp_path / "out")
+    assert all(torch.equal(fresh[n].view(torch.uint8), resumed[n].view(torch.uint8)) for n in fresh)
+    assert left_over(tmp_path, "m.gguf", "t.txt", "out", "fresh") == []
 
 
 def test_a_journal_of_other_options_is_void(tmp_path: Path) -> None:

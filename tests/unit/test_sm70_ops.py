@@ -81,7 +81,7 @@ def test_every_variant_fits_volta_s_shared_memory(k: int) -> None:
     gemv = [v for table in variants.GEMV.values() for _, v in table]
     for v in [*gemv, variants.MOE_UP, variants.MOE_UP_NARROW, variants.MOE_UP_MANY]:
         assert v.staging(k)[1] <= limit
-    gemm = [v for pair in variants.GEMM.values() for v in pair] + list(variants.GEMM_SHORT.values())
+    gemm = [v for choices in variants.GEMM.values() for v in choices] + list(variants.GEMM_SHORT.values())
     for g in [*gemm, *(v for _, v in variants.MOE_GEMM)]:
         for fragment in (70, 80):
             assert g.staging(k, fragment)[1] <= limit

@@ -226,7 +226,7 @@ class _Writer:
 
     def group(self, weights: dict[str, torch.Tensor], pool: ThreadPoolExecutor) -> None:
         names = [n for m in weights for n in tensor_names(m, self.rule)[: 4 if self.input_scale else 3]]
-        if set(names) <= self.folder.done:
+        if set(names) <= self.folder.done and not self.recipe.follow:
             return
         for module, weight in weights.items():
             if not torch.isfinite(weight).all():

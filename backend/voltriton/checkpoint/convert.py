@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
@@ -264,17 +264,23 @@ def _write_metadata(
 
 
 def convert_gguf(source: Path, out: Path, options: Options) -> None:
-    """By way of a 16-bit folder beside the output, removed afterwards."""
+    """By way of a 16-bit folder beside the output. It is removed at the end, and kept when the run is killed or
+    stopped, so that the next one goes on from there."""
     from voltriton.checkpoint.gguf import gguf_to_folder
 
     check_output(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{out.name}.gguf.", dir=out.parent))
+    stat = source.stat()
+    mark = hashlib.sha256(f"{source.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:8]
+    work = out.parent / f".{out.name}.gguf-{mark}"
+    work.mkdir(parents=True, exist_ok=True)
     try:
-        gguf_to_folder(source, work / "hf")
+        if not (work / "hf").is_dir():
+            gguf_to_folder(source, work / "hf")
         convert(work / "hf", out, options)
-    finally:
+    except (CheckpointError, OSError):
         shutil.rmtree(work, ignore_errors=True)
+        raise
+    shutil.rmtree(work)
 
 
 def parser() -> argparse.ArgumentParser:
