@@ -28,14 +28,14 @@ def poison() -> None:
 def error(got: torch.Tensor, want: torch.Tensor, terms: torch.Tensor | None = None) -> float:
     """Largest relative error of a row, less what rounding to the smallest halves takes.
 
-    terms: the sums of the magnitudes of what was added; a row that cancels to less than a twentieth of them
+    terms: the sums of the magnitudes of what was added; a row that cancels to less than a quarter of them
     is measured against that.
     """
     got, want = got.double(), want.double()
     off = ((got - want).abs() - 2**-24).clamp_min(0) + torch.where((got - want).isnan(), float("inf"), 0.0)
     norm = want.norm(dim=-1).clamp_min(1e-30)
     if terms is not None:
-        norm = norm.maximum(terms.norm(dim=-1) / 20)
+        norm = norm.maximum(terms.norm(dim=-1) / 4)
     return float((off.norm(dim=-1) / norm).nan_to_num(float("inf")).max())
 
 

@@ -262,32 +262,41 @@ GEMV: dict[int, list[tuple[int, Gemv]]] = {
     ],
     2: [(16000, Gemv(2, 8, 2, 1, 8, 2, 3)), (0, Gemv(2, 16, 2, 2, 8, 2, 3))],
 }
-# By the rows of x that a block takes, 8 * xb: for large N, and for small N (there with K cut into parts).
-GEMM: dict[int, tuple[Gemm, Gemm]] = {
-    8: (Gemm(1, 1, 4, 2, 1, 0, 3), Gemm(1, 1, 4, 2, 1, 0, 3)),
-    16: (Gemm(2, 1, 4, 2, 1, 0, 3), Gemm(2, 1, 4, 2, 1, 0, 3)),
-    32: (Gemm(4, 1, 4, 1, 1, 2, 3), Gemm(4, 1, 8, 1, 1, 2, 2)),
-    64: (Gemm(8, 2, 4, 1, 1, 1, 2), Gemm(8, 2, 4, 1, 1, 1, 2)),
+# By the rows of x that a block takes, 8 * xb.
+GEMM: dict[int, list[Gemm]] = {
+    8: [Gemm(1, 1, 4, 2, 1, 0, 3), Gemm(1, 1, 4, 2, 1, 0, 4)],
+    16: [Gemm(2, 1, 4, 2, 1, 0, 3), Gemm(2, 1, 4, 1, 1, 2, 4)],
+    32: [Gemm(4, 1, 4, 1, 1, 2, 3), Gemm(4, 1, 8, 1, 1, 2, 2)],
+    64: [Gemm(8, 2, 4, 1, 1, 1, 2)],
 }
-# K short as well: all of it in one block, whose warps split it.
+# K short and N small: all of K in one block, whose warps split it.
 GEMM_SHORT: dict[int, Gemm] = {8: Gemm(1, 1, 1, 8, 1, 0, 3), 16: Gemm(2, 1, 1, 8, 1, 0, 3)}
-_LARGE_N = 16000
 _SHORT_K = {8: 6000, 16: 3000}
 _MOST_PARTS = 8
 
 
 def gemm_for(m: int, n: int, k: int, multiprocessors: int) -> tuple[Gemm, int]:
-    """(variant, parts of K) for m rows of x. More parts mean less of x for each block to read, and more blocks."""
+    """(variant, parts of K) for m rows of x.
+
+    All blocks that a multiprocessor holds run at once, so what counts is how many such waves there are and
+    how much a wave does. Parts of K make more, smaller blocks; each costs a little.
+    """
     rows = next((r for r in GEMM if m <= r), max(GEMM))
-    large, small = GEMM[rows]
-    if n >= _LARGE_N:
-        return large, 1
     if n < 8000 and k < _SHORT_K.get(rows, 0):
         return GEMM_SHORT[rows], 1
-    blocks = ceil_div(n, small.rows) * ceil_div(m, rows)
-    wanted = round((2.9 if rows <= 16 else 2.05) * multiprocessors / blocks)
     longest = ceil_div(k, 128) // (8 if rows <= 16 else 4)  # blocks of K that a part needs to be worth it
-    return small, max(1, min(wanted, longest, _MOST_PARTS))
+    most = 1 if n >= 16000 else max(1, min(longest, _MOST_PARTS))
+
+    def cost(choice: tuple[Gemm, int]) -> float:
+        variant, parts = choice
+        blocks = ceil_div(n, variant.rows) * ceil_div(m, rows) * parts
+        waves = ceil_div(blocks, variant.occupancy * multiprocessors)
+        few_warps = (
+            1.15 if variant.occupancy * variant.threads < 640 else 1.0
+        )  # less hides the loads' latency
+        return waves * variant.occupancy * variant.rows / parts * (1 + 0.02 * parts) * few_warps
+
+    return min(((v, parts) for v in GEMM[rows] for parts in range(1, most + 1)), key=cost)
 
 
 MOE_UP = MoeUp(8, 2, 2, 8, 2, 4)
@@ -330,7 +339,7 @@ def by_rows(table: list[tuple[int, T]], n: int) -> T:
 def all_variants() -> list[_Variant]:
     """Every variant in use, each once."""
     found: list[_Variant] = [v for table in GEMV.values() for _, v in table]
-    found += [v for pair in GEMM.values() for v in pair]
+    found += [v for choices in GEMM.values() for v in choices]
     found += GEMM_SHORT.values()
     found += [MOE_UP, MOE_UP_NARROW, MOE_UP_MANY, MOE_DOWN_ONE, MOE_DOWN, MOE_DOWN_NARROW]
     found += [v for _, v in MOE_GEMM]
