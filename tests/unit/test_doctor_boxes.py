@@ -230,3 +230,8 @@ def test_the_manual_has_the_table_of_troubles() -> None:
 
 def test_every_check_has_a_place_in_the_report() -> None:
     assert {name.split(".")[0] for name in CHECKS} <= set(ORDER)
+
+
+def test_deep_has_nothing_to_move_with_one_card() -> None:
+    assert rows_of("wsl2", gpus=1, deep=True)["deep.transfers"].found == "one card"
+    assert rows_of("nvlink-box", deep=True)["deep.transfers"].status == "fail"

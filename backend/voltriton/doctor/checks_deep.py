@@ -19,6 +19,8 @@ def transfers(box: Box) -> Row:
         return Row("deep.transfers", SKIP, "not asked for (--deep)", need)
     if box.target == "cpu":
         return Row("deep.transfers", SKIP, "no card", need)
+    if len(box.gpus) == 1:
+        return Row("deep.transfers", OK, "one card", "nothing to move")
     probe = str(Path(__file__).with_name("deep_probe.py"))
     output = box.host.run("deep-probe", [box.options.python, "-P", probe], LIMIT_S)
     lines = [line for text in output.out.splitlines() if (line := _line(text))]

@@ -119,7 +119,7 @@ def vllm_version(box: Box) -> Row:
             "patches and plugin are made for that version only",
             f"`pip install vllm=={VLLM_VERSION}`",
         )
-    if "site-packages" not in str(facts.get("folder")) and "dist-packages" not in str(facts.get("folder")):
+    if box.host.read(f"{str(facts.get('folder')).rpartition('/')[0]}/CMakeLists.txt") is not None:
         return Row(
             "vllm.version",
             WARN,
