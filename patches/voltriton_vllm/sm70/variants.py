@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 
 MAX_SHARED = 96 * 1024
 _X_BYTES_GEMV = 48 * 1024  # shared memory that x may take, so that several blocks fit a multiprocessor
-_X_BYTES_GEMM = 33 * 1024
+_X_BYTES_GEMM = {70: 31 * 1024, 80: 33 * 1024}  # three blocks fit Volta's 96 KiB
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -148,7 +148,7 @@ def _gemm_staging(xb: int, quantum: int, kb: int, sums: int, k: int, fragment: i
     whole_rows = 16 * ceil_div(xb, 2)
     x_rows = whole_rows if fragment == 70 else 8 * xb
     whole = ceil_div(ceil_div(k, 128), quantum) * quantum
-    count = kb or min(whole, max(quantum, _X_BYTES_GEMM // (x_rows * 256) // quantum * quantum))
+    count = kb or min(whole, max(quantum, _X_BYTES_GEMM[fragment] // (x_rows * 256) // quantum * quantum))
     x_bytes = x_rows * (count * 16 + 2) * 16 * (2 if kb else 1)
     return count, max(x_bytes, whole_rows * sums * 4)
 
