@@ -55,7 +55,9 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 def _rms_norm(result: torch.Tensor, input: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> None:
     from voltriton_vllm.sm70 import glue
 
-    glue.rms_norm(result, input, weight, epsilon)
+    # Heads of a fused projection (q of qkv) are no rows of one stride: then a copy is made.
+    width = input.shape[-1]
+    glue.rms_norm(result.view(-1, width), input.reshape(-1, width), weight, epsilon)
 
 
 def _fused_add_rms_norm(

@@ -1,7 +1,7 @@
 """Building and finding the CPU kernel. `python -m voltriton_vllm.cpu.build` does it ahead of the first load.
 
-The library is kept in `$VOLTRITON_CACHE` (default `~/.cache/voltriton`), under a name made from its sources,
-torch's version and the compiler: another of these gives another file, and no rank waits for a second build.
+The library is kept in a cache folder (`cache_folder`), under a name made from its sources, torch's version
+and the compiler: another of these gives another file, and no rank waits for a second build.
 Without a compiler `load` says why once, and the caller expands the weights instead.
 """
 
@@ -35,8 +35,12 @@ class BuildError(RuntimeError):
 
 
 def cache_folder() -> Path:
+    """`$VOLTRITON_CACHE`; else inside a checkout that scripts/setup has prepared; else in the user's cache."""
     given = os.environ.get("VOLTRITON_CACHE")
-    return Path(given) if given else Path.home() / ".cache" / "voltriton"
+    if given:
+        return Path(given)
+    prepared = Path(__file__).parents[3] / ".voltriton"
+    return prepared / "cache" if prepared.is_dir() else Path.home() / ".cache" / "voltriton"
 
 
 @functools.cache
