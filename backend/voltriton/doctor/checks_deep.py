@@ -23,6 +23,10 @@ def transfers(box: Box) -> Row:
         return Row("deep.transfers", OK, "one card", "nothing to move")
     probe = str(Path(__file__).with_name("deep_probe.py"))
     output = box.host.run("deep-probe", [box.options.python, "-P", probe], LIMIT_S)
+    if output.missing:
+        return Row(
+            "deep.transfers", SKIP, f"{box.options.python} cannot be run, or is not in the recording", need
+        )
     lines = [line for text in output.out.splitlines() if (line := _line(text))]
     results = [line for line in lines if "test" in line]
     bad = [f"{line['test']}: {line['detail']}" for line in results if not line["ok"]]
