@@ -25,17 +25,24 @@ def poison() -> None:
     del blocks
 
 
-def error(got: torch.Tensor, want: torch.Tensor, terms: torch.Tensor | None = None) -> float:
+def error(
+    got: torch.Tensor,
+    want: torch.Tensor,
+    x: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+) -> float:
     """Largest relative error of a row, less what rounding to the smallest halves takes.
 
-    terms: the sums of the magnitudes of what was added; a row that cancels to less than a quarter of them
-    is measured against that.
+    For a product x @ weights.T: a row that cancels to less than a quarter of the magnitudes that were added is
+    measured against that, and with many rows weights are rounded to halves, the smallest of which are coarse.
     """
     got, want = got.double(), want.double()
-    off = ((got - want).abs() - 2**-24).clamp_min(0) + torch.where((got - want).isnan(), float("inf"), 0.0)
-    norm = want.norm(dim=-1).clamp_min(1e-30)
-    if terms is not None:
-        norm = norm.maximum(terms.norm(dim=-1) / 4)
+    coarse, norm = 2**-24 * torch.ones_like(want), want.norm(dim=-1).clamp_min(1e-30)
+    if x is not None and weights is not None:
+        magnitudes = x.double().abs()
+        coarse = coarse * (1 + magnitudes.sum(dim=-1, keepdim=True))
+        norm = norm.maximum((magnitudes @ weights.abs().T).norm(dim=-1) / 4)
+    off = ((got - want).abs() - coarse).clamp_min(0) + torch.where((got - want).isnan(), float("inf"), 0.0)
     return float((off.norm(dim=-1) / norm).nan_to_num(float("inf")).max())
 
 
@@ -74,7 +81,7 @@ def test_linear(m: int, n: int, k: int) -> None:
         want = x.double() @ want_w.T + (0 if b is None else b.double())
         assert y.shape == (m, n)
         if m:
-            assert error(y, want, x.double().abs() @ want_w.abs().T) < 2e-3
+            assert error(y, want, x, want_w) < 2e-3
             assert torch.equal(y, ops.nvfp4_linear(x, packed, b)), "the same input must give the same bits"
 
 
