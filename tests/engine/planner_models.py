@@ -78,7 +78,28 @@ def _tokenizer(tokenizer_class: Any, folder: Path) -> None:
     tokenizer_class(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
 
 
-def _parameter_bytes(model: Any) -> int:
+def _parameter_bytes(worker: Any) -> int:
+    """Of the model that vLLM makes on this rank, before a CPU repacks weights into memory of its own."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = worker.vllm_config
+    # Layers register themselves by name; those of the running model keep theirs.
+    context, config.compilation_config.static_forward_context = (
+        config.compilation_config.static_forward_context,
+        {},
+    )
+    try:
+        with (
+            set_current_vllm_config(config),
+            set_default_torch_dtype(config.model_config.dtype),
+            torch.device("meta"),
+        ):
+            model = initialize_model(vllm_config=config)
+    finally:
+        config.compilation_config.static_forward_context = context
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
@@ -97,7 +118,7 @@ def main(folder: str, ranks: int, dtype: str) -> None:
     found = {
         "blocks": cache.num_gpu_blocks,
         "block_tokens": cache.block_size,
-        "parameter_bytes": engine.apply_model(_parameter_bytes),
+        "parameter_bytes": engine.collective_rpc(_parameter_bytes),
     }
     print("\n" + json.dumps(found), flush=True)
 

@@ -43,9 +43,14 @@ class CacheShape:
 
 
 def cache_shape(
-    config: Config, ranks: int, dtype_bytes: int, block_tokens: int, kv_bytes: int | None = None
+    config: Config,
+    ranks: int,
+    dtype_bytes: int,
+    block_tokens: int,
+    kv_bytes: int | None = None,
+    state_bytes: int | None = None,
 ) -> CacheShape:
-    """`kv_bytes`: of one number in the cache where kv_cache_dtype is not auto."""
+    """`kv_bytes`: of one number in the cache where kv_cache_dtype is not auto; `state_bytes`: the same for the state."""
     _, kv_heads, size = attention_heads(config)
     token = 2 * local_heads(kv_heads, ranks) * size * (kv_bytes or dtype_bytes)
     layers = config.number("num_hidden_layers")
@@ -53,7 +58,7 @@ def cache_shape(
         return CacheShape(block_tokens, block_tokens * token * layers, 0, token * layers, 0, _window(config))
     linear = linear_layers(config)
     full = layers - linear
-    state = gdn_state_bytes(config, ranks, dtype_bytes)
+    state = gdn_state_bytes(config, ranks, dtype_bytes, state_bytes)
     largest = max(state, _short_conv_bytes(config, dtype_bytes))
     block = max(block_tokens, block_tokens * -(-largest // (block_tokens * token)))
     group = max(1, full)
@@ -70,7 +75,7 @@ def cache_shape(
     )
 
 
-def gdn_state_bytes(config: Config, ranks: int, dtype_bytes: int) -> int:
+def gdn_state_bytes(config: Config, ranks: int, dtype_bytes: int, state_bytes: int | None = None) -> int:
     """One layer, one sequence: the convolution's last inputs and the recurrent matrix of each value head."""
     key_heads, value_heads = (
         config.number("linear_num_key_heads", 16),
@@ -81,7 +86,9 @@ def gdn_state_bytes(config: Config, ranks: int, dtype_bytes: int) -> int:
         config.number("linear_value_head_dim", 128),
     )
     channels = (2 * key_heads * key_size + value_heads * value_size) // ranks
-    recurrent = _DTYPES.get(str(config.values.get("mamba_ssm_dtype")), dtype_bytes)
+    # vLLM follows mamba_ssm_dtype for Qwen3.5 and Qwen4-Exp, not for Qwen3-Next.
+    said = None if config.model_type == "qwen3_next" else config.values.get("mamba_ssm_dtype")
+    recurrent = state_bytes or _DTYPES.get(str(said), dtype_bytes)
     matrix = value_heads // ranks * value_size * key_size * recurrent
     return channels * (config.number("linear_conv_kernel_dim", 4) - 1) * dtype_bytes + matrix
 

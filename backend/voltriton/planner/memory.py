@@ -120,6 +120,8 @@ def make_plan(files: ModelFiles, request: Request) -> Plan:
         request.number_bytes,
         request.cards.card.block_tokens,
         request.kv_bytes,
+        # A CPU keeps the recurrent state in float32, whatever the model's dtype.
+        None if request.cards.card.usable_gib else 4,
     )
     host = {TABLE: table} if (table := table_bytes(files, layout)) else {}
     return Plan(
