@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,11 @@ except compiling.CompileError as e:
 
 @functools.cache
 def cubins() -> tuple[bytes, ...]:
-    return tuple(compiling.nvrtc().compile(text, "sm_70") for text in runtime.sources(70))
+    """The three modules for sm_70, kept between runs: compiling them takes some ten seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VOLTRITON_KERNEL_CACHE", str(Path(__file__).parents[2] / ".voltriton/kernels"))
+        with ThreadPoolExecutor() as pool:
+            return tuple(pool.map(lambda text: compiling.build(text, "sm_70"), runtime.sources(70)))
 
 
 def triton_tool(name: str) -> str:

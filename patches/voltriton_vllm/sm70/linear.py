@@ -8,6 +8,7 @@ from voltriton_vllm.sm70 import variants
 from voltriton_vllm.sm70.runtime import Runtime, runtime
 from voltriton_vllm.sm70.variants import GEMV, HALF_GEMV, Gemm, Gemv, ceil_div
 
+_EXPAND_ROWS = 4 * 65280  # what one launch of `dequant` can cover, in whole tiles
 _SCRATCH_BYTES = 128 * 1024 * 1024  # expanded weights that are alive at a time for cuBLAS
 # Rows of x up to which the tensor-core kernel is used; above, weights are expanded once and cuBLAS multiplies.
 _GEMM_ROWS = 64
@@ -154,7 +155,7 @@ def _expand_and_multiply(
 ) -> None:
     n, k = words.shape[0], x.shape[1]
     parts = ceil_div(n * 2 * k, _SCRATCH_BYTES)
-    step = min(n, ceil_div(ceil_div(n, parts), 256) * 256)  # whole tiles of the product
+    step = min(n, ceil_div(ceil_div(n, parts), 256) * 256, _EXPAND_ROWS)  # whole tiles of the product
     half = torch.empty(step, k, dtype=torch.float16, device=x.device)
     for first in range(0, n, step):
         rows = min(step, n - first)
