@@ -137,11 +137,12 @@ def test_tls_with_another_ca(tls_server: tuple[FakeServer, Path]) -> None:
     fails(client, vc.CertificateFailed, r"TLS with .* failed .*--tls-ca")
 
 
-def test_tls_for_another_name(tls_server: tuple[FakeServer, Path]) -> None:
-    server, folder = tls_server
-    tls = vc.Tls(ca=str(folder / "ca.pem"))
-    client = vc.Client(f"localhost:{server.port}", tls=tls, connect_timeout_s=0.3)
-    fails(client, vc.CertificateFailed, "names this host")
+def test_tls_for_another_name(tmp_path: Path) -> None:
+    cert, key = certificate("127.0.0.2")
+    (tmp_path / "ca.pem").write_bytes(cert)
+    with FakeServer(credentials=grpc.ssl_server_credentials([(key, cert)])) as server:
+        client = vc.Client(server.address, tls=vc.Tls(ca=str(tmp_path / "ca.pem")), connect_timeout_s=0.3)
+        fails(client, vc.CertificateFailed, "names this host")
 
 
 def test_tls_at_a_plain_port() -> None:

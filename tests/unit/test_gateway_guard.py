@@ -476,13 +476,14 @@ def test_command_serves_and_ends(server: FakeServer) -> None:
         "--server",
         server.address,
     ]
-    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
+    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+    try:
         assert process.stderr
         url = process.stderr.readline().split()[2]
-        assert (
-            httpx.post(url + CHAT, json=body("from outside")).json()["choices"][0]["message"]["content"]
-            == "from outside"
-        )
+        answer = httpx.post(url + CHAT, json=body("from outside")).json()
+        assert answer["choices"][0]["message"]["content"] == "from outside"
         process.terminate()
-        process.wait(20)
-        assert process.stderr.read() == ""
+        assert process.communicate(timeout=20)[1] == ""
+    finally:
+        process.kill()
+        process.communicate()

@@ -317,6 +317,8 @@ def test_leaving_cancels_all_prompts_of_a_completion(client: openai.OpenAI, serv
         model="vllm", prompt=["!long", "!long", "!silent"], stream=True, max_tokens=99
     )
     next(iter(stream))
+    # What was not sent yet would not be there to be cancelled.
+    wait_for(lambda: len(server.asked) == 3)
     stream.close()
     wait_for(lambda: len(server.cancelled) == 3)
 
