@@ -14,8 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from kserve import FakeServer, Model
@@ -300,27 +301,35 @@ def command(*argv: str) -> list[str]:
     return [sys.executable, "-W", "error", "-m", "voltriton.cli", *argv]
 
 
-def test_closed_pipe_is_no_failure() -> None:
-    with subprocess.Popen(
-        command("generate", "!long"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout and process.stderr
-        process.stdout.read(5)
+@contextmanager
+def running(*argv: str) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]]:
+    """The command's process with its output and errors; gone afterwards whatever happens."""
+    process = subprocess.Popen(command(*argv), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout and process.stderr
+    try:
+        yield process, process.stdout, process.stderr
+    finally:
+        process.kill()
+        process.wait()
         process.stdout.close()
+        process.stderr.close()
+
+
+def test_closed_pipe_is_no_failure() -> None:
+    with running("generate", "!long") as (process, out, err):
+        out.read(5)
+        out.close()
         assert process.wait(20) == 0
-        assert process.stderr.read() == b""
+        assert err.read() == b""
 
 
 def test_ctrl_c_ends_generate_and_cancels(server: FakeServer) -> None:
     server.cancelled.clear()
-    with subprocess.Popen(
-        command("generate", "!long"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout and process.stderr
-        process.stdout.read(5)
+    with running("generate", "!long") as (process, out, err):
+        out.read(5)
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 130
-        assert process.stderr.read() == b""
+        assert err.read() == b""
     wait_for(lambda: server.cancelled)
 
 
