@@ -50,7 +50,7 @@ def cache_shape(
     kv_bytes: int | None = None,
     state_bytes: int | None = None,
 ) -> CacheShape:
-    """`kv_bytes`: of one number in the cache where kv_cache_dtype is not auto; `state_bytes`: the same for the state."""
+    """`kv_bytes`: of one number in the cache where kv_cache_dtype is not auto; `state_bytes`: likewise of the state."""
     _, kv_heads, size = attention_heads(config)
     token = 2 * local_heads(kv_heads, ranks) * size * (kv_bytes or dtype_bytes)
     layers = config.number("num_hidden_layers")
