@@ -9,14 +9,34 @@ from pathlib import Path
 
 from rich.console import Console
 
-from voltriton.doctor import checks_deep, checks_gpu, checks_host, checks_links, checks_model, checks_software
+from voltriton.doctor import (
+    checks_deep,
+    checks_gpu,
+    checks_health,
+    checks_host,
+    checks_links,
+    checks_model,
+    checks_software,
+    checks_use,
+    checks_variables,
+)
 from voltriton.doctor.box import TARGETS, Box, Options
 from voltriton.doctor.host import Host, RealHost, RecordedHost, RecordingHost
 from voltriton.doctor.report import as_json, print_text
 from voltriton.doctor.rows import CHECKS, FAIL, Row, run_check
 
 # Imported for their checks.
-ROOMS = (checks_gpu, checks_links, checks_software, checks_host, checks_model, checks_deep)
+ROOMS = (
+    checks_gpu,
+    checks_health,
+    checks_use,
+    checks_links,
+    checks_software,
+    checks_variables,
+    checks_host,
+    checks_model,
+    checks_deep,
+)
 # The order of the report: what the rest stands on comes first.
 ORDER = (
     "gpu",

@@ -232,7 +232,7 @@ TROUBLES = {
 
 
 def seen_by(number: int) -> list[str]:
-    return [check.name for check in CHECKS.values() if number in check.troubles]
+    return sorted(check.name for check in CHECKS.values() if number in check.troubles)
 
 
 def table() -> str:
