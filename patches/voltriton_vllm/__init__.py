@@ -34,6 +34,9 @@ def register() -> None:
 
         missing_ops.install()  # before vLLM's modules ask for them at import
         _check_nccl()
+        from voltriton_vllm.sm70 import switch
+
+        switch.register()
     from voltriton_vllm import linear
 
     linear.register()

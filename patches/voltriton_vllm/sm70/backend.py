@@ -1,0 +1,98 @@
+"""vLLM's Triton attention backend with our kernels behind it, for Volta.
+
+Triton has no tensor cores on compute capability 7.0: it multiplies by scalar instructions. Everything around the
+products (metadata, CUDA graphs, writing the cache) stays vLLM's; what our kernels do not take goes to vLLM's.
+
+`switch` turns it on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+
+from voltriton_vllm.sm70 import attention, ops
+
+
+class Sm70AttentionBackend(TritonAttentionBackend):  # type: ignore[misc]  # vLLM is untyped
+    """Named as vLLM's, so that what is said of TRITON_ATTN in configurations holds."""
+
+    @staticmethod
+    def get_impl_cls() -> type[Sm70AttentionImpl]:
+        return Sm70AttentionImpl
+
+
+class Sm70AttentionImpl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is untyped
+    """Causal decoder attention over a half-precision cache; the rest is the base class's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Here, in the rank: asking makes a CUDA context, which the processes above must not have.
+        self._ready = ops.available()
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        plain = output_scale is None and output_block_scale is None
+        if attn_metadata is None or not plain or not self._takes(query, kv_cache, attn_metadata):
+            result: torch.Tensor = super().forward(
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
+            )
+            return result
+        self._attend(query, kv_cache, attn_metadata, output)
+        return output
+
+    def _takes(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> bool:
+        return (
+            self._ready
+            and self.attn_type == AttentionType.DECODER
+            and query.dtype == kv_cache.dtype == torch.float16
+            and self.head_size in attention.HEAD_SIZES
+            and self.alibi_slopes is None
+            and self.sinks is None
+            and not self.logits_soft_cap
+            and self.chunk_lookback < 0
+            and metadata.causal is True
+            and metadata.mm_prefix_range_tensor is None
+            and metadata.rswa_prefix_lens is None
+        )
+
+    def _attend(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor
+    ) -> None:
+        # (blocks, heads, block size, 2 * head size) -> keys and values (blocks, block size, heads, head size)
+        cache = kv_cache.transpose(1, 2)
+        keys, values = cache[..., : self.head_size], cache[..., self.head_size :]
+        tokens, lengths = metadata.num_actual_tokens, metadata.seq_lens
+        window = self.sliding_window[0] + 1  # vLLM counts the tokens before; -1 is no window
+        table, ends = metadata.block_table, (self.scale, window, 1.0, 1.0)
+        if metadata.max_query_len == 1 and lengths.shape[0] == tokens:
+            longest = metadata.max_seq_len
+            attention.paged_decode(
+                output[:tokens], query[:tokens], keys, values, table, lengths, longest, *ends
+            )
+        else:
+            starts, most = metadata.query_start_loc, metadata.max_query_len
+            attention.paged_prefill(
+                output[:tokens], query[:tokens], keys, values, table, lengths, starts, most, *ends
+            )

@@ -1,0 +1,158 @@
+"""The attention backend around our kernels: what it hands to them and what it leaves to vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+from voltriton_vllm.sm70 import attention, backend, ops, switch
+
+BLOCKS, HEADS, KEY_HEADS, BLOCK, SIZE = 12, 4, 2, 16, 64
+
+
+def metadata(lengths: list[int], news: list[int], **changes: object) -> SimpleNamespace:
+    starts = torch.tensor([0, *news]).cumsum(0).int()
+    fields: dict[str, object] = {
+        "num_actual_tokens": sum(news),
+        "max_query_len": max(news),
+        "query_start_loc": starts,
+        "max_seq_len": max(lengths),
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32),
+        "block_table": torch.arange(len(lengths) * 3, dtype=torch.int32).view(len(lengths), 3),
+        "causal": True,
+        "mm_prefix_range_tensor": None,
+        "rswa_prefix_lens": None,
+    }
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def impl(**changes: Any) -> backend.Sm70AttentionImpl:
+    arguments = {
+        "num_heads": HEADS,
+        "head_size": SIZE,
+        "scale": 0.125,
+        "num_kv_heads": KEY_HEADS,
+        "alibi_slopes": None,
+        "sliding_window": None,
+        "kv_cache_dtype": "auto",
+    }
+    return backend.Sm70AttentionImpl(**{**arguments, **changes})
+
+
+class Calls:
+    """What the kernels and vLLM's own code are called with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[str, tuple[Any, ...]]] = []
+        monkeypatch.setattr(ops, "available", lambda: True)
+        for name in ("paged_decode", "paged_prefill"):
+            monkeypatch.setattr(attention, name, lambda *a, n=name: self.seen.append((n, a)))
+        monkeypatch.setattr(
+            TritonAttentionImpl, "forward", lambda *a, **k: self.seen.append(("vllm", a)) or a[7]
+        )
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
+
+
+def tensors(
+    tokens: int, dtype: torch.dtype = torch.float16
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(query, cache, output), the query and output padded as for a CUDA graph."""
+    query = torch.randn(tokens + 3, HEADS, SIZE).to(dtype)
+    cache = torch.randn(BLOCKS, KEY_HEADS, BLOCK, 2 * SIZE).to(dtype)
+    return query, cache, torch.zeros_like(query)
+
+
+def run(
+    attend: backend.Sm70AttentionImpl, meta: SimpleNamespace | None, tokens: int, **changes: Any
+) -> torch.Tensor:
+    query, cache, output = tensors(tokens, changes.pop("dtype", torch.float16))
+    result: torch.Tensor = attend.forward(
+        torch.nn.Module(), query, query, query, cache, meta, output, **changes
+    )
+    assert result is output
+    return cache
+
+
+def test_one_token_a_sequence_decodes(calls: Calls) -> None:
+    meta = metadata([5, 33], [1, 1])
+    cache = run(impl(), meta, 2)
+    [(name, (out, query, keys, values, table, lengths, longest, scale, window, k_scale, v_scale))] = (
+        calls.seen
+    )
+    assert name == "paged_decode"
+    assert out.shape == query.shape == (2, HEADS, SIZE)
+    assert keys.shape == values.shape == (BLOCKS, BLOCK, KEY_HEADS, SIZE)
+    assert torch.equal(keys[3, 7, 1], cache[3, 1, 7, :SIZE])
+    assert torch.equal(values[3, 7, 1], cache[3, 1, 7, SIZE:])
+    assert (table is meta.block_table, lengths is meta.seq_lens) == (True, True)
+    assert (longest, scale, window, k_scale, v_scale) == (33, 0.125, 0, 1.0, 1.0)
+
+
+def test_several_tokens_prefill(calls: Calls) -> None:
+    meta = metadata([5, 33], [5, 1])
+    run(impl(sliding_window=20), meta, 6)
+    [(name, (out, _, _, _, _, _, starts, most, _, window, _, _))] = calls.seen
+    assert (name, out.shape[0], most, window) == ("paged_prefill", 6, 5, 20)
+    assert starts is meta.query_start_loc
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes"),
+    [
+        ({"logits_soft_cap": 30.0}, {}),
+        ({"sinks": torch.zeros(HEADS)}, {}),
+        ({"alibi_slopes": [0.1] * HEADS}, {}),
+        ({}, {"causal": False}),
+        ({}, {"mm_prefix_range_tensor": torch.zeros(1)}),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_vllm_s(
+    calls: Calls, arguments: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    run(impl(**arguments), metadata([5], [1], **changes), 1)
+    assert [name for name, _ in calls.seen] == ["vllm"]
+
+
+def test_other_types_profiling_and_quantised_output_are_vllm_s(calls: Calls) -> None:
+    run(impl(), metadata([5], [1]), 1, dtype=torch.float32)
+    run(impl(), None, 1)
+    run(impl(), metadata([5], [1]), 1, output_scale=torch.ones(1))
+    assert [name for name, _ in calls.seen] == ["vllm"] * 3
+
+
+def test_without_kernels_all_is_vllm_s(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "available", lambda: False)
+    run(impl(), metadata([5], [1]), 1)
+    assert [name for name, _ in calls.seen] == ["vllm"]
+
+
+def test_off_unless_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(switch.NAME, raising=False)
+    switch.register()
+    assert AttentionBackendEnum.TRITON_ATTN.get_class() is not backend.Sm70AttentionBackend
+    monkeypatch.setenv(switch.NAME, "fast")
+    with pytest.raises(ValueError, match="VOLTRITON_ATTENTION: got 'fast', allowed: triton, sm70"):
+        switch.register()
+
+
+def test_switched_on_it_takes_triton_s_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(switch.NAME, "sm70")
+    try:
+        switch.register()
+        found = AttentionBackendEnum.TRITON_ATTN.get_class()
+        assert found is backend.Sm70AttentionBackend
+        assert found.get_impl_cls() is backend.Sm70AttentionImpl
+        assert found.get_name() == "TRITON_ATTN"
+    finally:
+        AttentionBackendEnum.TRITON_ATTN.clear_override()
