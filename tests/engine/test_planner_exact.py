@@ -20,8 +20,13 @@ from voltriton.planner.memory import Request, make_plan
 
 # Two ranks for one model of each kind of cut: heads, experts, linear attention.
 CASES = [
-    ("llama", 2), ("qwen2 tied", 1), ("qwen3", 1), ("qwen3_moe", 2), ("qwen3_next", 1), ("qwen3_next", 2),
-]  # fmt: skip
+    ("llama", 2),
+    ("qwen3_moe", 2),
+    ("qwen3_next", 1),
+    pytest.param("qwen2 tied", 1, marks=pytest.mark.slow),
+    pytest.param("qwen3", 1, marks=pytest.mark.slow),
+    pytest.param("qwen3_next", 2, marks=pytest.mark.slow),
+]
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
