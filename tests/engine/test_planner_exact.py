@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,7 +13,8 @@ from typing import Any
 import planner_models
 import pytest
 
-pytest.importorskip("vllm")
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
 
 from voltriton.planner.cards import parse_cards
 from voltriton.planner.files import read_model
