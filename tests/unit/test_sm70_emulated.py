@@ -1,0 +1,193 @@
+"""The kernels' own source, compiled for the CPU and run thread by thread (sm70_emulation/host.h): the only way to
+run what is particular to Volta (the lay-out of its tensor-core fragments) where there is no V100."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from voltriton_vllm.sm70 import compile as compiling
+from voltriton_vllm.sm70 import layout, variants
+from voltriton_vllm.sm70.variants import Gemm, Gemv, MoeDown, MoeUp, ceil_div
+
+if shutil.which("g++") is None:
+    pytest.skip("no g++", allow_module_level=True)
+
+HOST = Path(__file__).parent / "sm70_emulation" / "host.h"
+GEMMS = [
+    Gemm(1, 1, 4, 2, 1, 0, 3),
+    Gemm(2, 1, 1, 8, 1, 0, 3),
+    Gemm(4, 1, 4, 1, 1, 2, 3),
+    Gemm(8, 2, 4, 1, 1, 1, 2),
+]
+GEMVS = [Gemv(1, 8, 2, 1, 8, 2, 4), Gemv(1, 16, 2, 2, 8, 2, 3), Gemv(2, 16, 2, 2, 8, 2, 3)]
+UP, DOWN = MoeUp(8, 2, 4, 4, 2, 8), MoeDown(2, 2, 1, 2)
+
+
+def without_ptx(source: str) -> str:
+    """The source without the functions that are PTX: host.h has their like."""
+    functions = re.compile(
+        r'^(?:DEV|extern "C" __global__)[^\n;]*\([^;{]*\)\s*\{(?:[^\n]*\}\n|.*?^\}\n)', re.M | re.S
+    )
+    kept = functions.sub(lambda m: "" if "asm" in m[0] or "habs_add2(u32" in m[0] else m[0], source)
+    assert "asm" not in kept, kept[kept.index("asm") - 200 :][:400]
+    return kept
+
+
+CALLS = r"""
+extern "C" void call_gemm(int which, const int* grid, int threads, const uint4* qw, const u16* sc, const float* gs,
+    const u16* x, const u16* bias, u16* y, int M, int N, int K, int x_stride, float* part, int split_blocks, int kb) {
+    run_grid(grid[0], grid[1], grid[2], threads, [=] {
+        GEMM_CASES
+    });
+}
+extern "C" void call_split_sum(const int* grid, const float* part, const float* gs, const u16* bias, u16* y, int splits,
+    int M, int N) {
+    run_grid(grid[0], grid[1], 1, 256, [=] { split_sum(part, gs, bias, y, splits, M, N); });
+}
+extern "C" void call_gemv(int which, const int* grid, int threads, const uint4* qw, const u16* sc, const float* gs,
+    const u16* x, const u16* bias, u16* y, int N, int K, int x_stride, int seg_steps) {
+    run_grid(grid[0], 1, 1, threads, [=] {
+        GEMV_CASES
+    });
+}
+extern "C" void call_up(const int* grid, int threads, const uint4* qw, const u16* sc, const float* gs, const u16* x,
+    u16* act, const int* ids, const int* map, int topk, int N, int K, int x_stride, int seg_steps) {
+    run_grid(grid[0], grid[1], 1, threads, [=] { UP_NAME(qw, sc, gs, x, act, ids, map, topk, N, K, x_stride, seg_steps); });
+}
+extern "C" void call_down(const int* grid, int threads, const uint4* qw, const u16* sc, const float* gs, const u16* act,
+    const int* ids, const int* map, const float* weights, u16* y, int topk, int N, int K) {
+    run_grid(grid[0], grid[1], 1, threads, [=] { DOWN_NAME(qw, sc, gs, act, ids, map, weights, y, topk, N, K); });
+}
+"""
+
+
+@pytest.fixture(scope="module", params=[70, 80])
+def library(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, ctypes.CDLL]:
+    folder = tmp_path_factory.mktemp(f"frag{request.param}")
+    cases = {
+        "GEMM_CASES": "".join(
+            f"if (which == {i}) {v.name}(qw, sc, gs, x, bias, y, M, N, K, x_stride, part, split_blocks, kb);"
+            for i, v in enumerate(GEMMS)
+        ),
+        "GEMV_CASES": "".join(
+            f"if (which == {i}) {v.name}(qw, sc, gs, x, bias, y, N, K, x_stride, seg_steps);"
+            for i, v in enumerate(GEMVS)
+        ),
+        "UP_NAME": UP.name,
+        "DOWN_NAME": DOWN.name,
+    }
+    calls = re.sub("|".join(cases), lambda m: cases[m[0]], CALLS)
+    kernels = without_ptx(compiling.read_source("sm70_moe.cu", "sm70_gemm.cu"))
+    lines = [v.line() for v in (*GEMMS, *GEMVS, UP, DOWN)]
+    text = "\n".join([f"#define FRAG {request.param}", f'#include "{HOST}"', kernels, *lines, calls])
+    (folder / "kernels.cpp").write_text(text)
+    command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-o", "kernels.so", "kernels.cpp"]
+    subprocess.run(command, cwd=folder, check=True)
+    return request.param, ctypes.CDLL(str(folder / "kernels.so"))
+
+
+def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def grid(*sizes: int) -> ctypes.Array[ctypes.c_int]:
+    return (ctypes.c_int * 3)(*sizes, *([1] * (3 - len(sizes))))
+
+
+def matrix(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(words, scales, row factors, float64 values)."""
+    generator = torch.Generator().manual_seed(n * k)
+    weight = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=generator)
+    scale = torch.randint(0x20, 0x7F, (n, k // 16), dtype=torch.uint8, generator=generator).view(
+        torch.float8_e4m3fn
+    )
+    rows = torch.rand(n, generator=generator) * 1e-3 + 1e-4
+    values = layout.dequantise(weight, scale, rows)
+    return (*layout.pack(weight, scale), rows, values)
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Every element written and right."""
+    return bool(((got.double() - want).norm() / want.norm()).nan_to_num(float("inf")) < 1.5e-3)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("which", range(len(GEMMS)))
+def test_tensor_core_product(library: tuple[int, ctypes.CDLL], which: int, splits: int) -> None:
+    fragment, lib = library
+    variant, n, k = GEMMS[which], 70, 528
+    m = 8 * variant.xb - 3
+    words, scales, rows, values = matrix(n, k)
+    x, bias = torch.randn(m, k).half(), torch.randn(n).half()
+    y = torch.full((m, n), float("nan")).half()
+    split_blocks = ceil_div(ceil_div(k, 128), splits)
+    parts = ceil_div(ceil_div(k, 128), split_blocks)
+    part = torch.full((parts, m, n), float("nan")) if splits > 1 else None
+    kb, shared = variant.staging(split_blocks * 128, fragment)
+    assert shared <= variants.MAX_SHARED
+    lib.call_gemm(
+        which,
+        grid(ceil_div(n, variant.rows), ceil_div(m, 8 * variant.xb), parts),
+        variant.threads,
+        *(pointer(t) for t in (words, scales, rows, x, bias, y)),
+        *(m, n, k, k),
+        pointer(part),
+        split_blocks,
+        kb,
+    )
+    if part is not None:
+        tensors = [pointer(t) for t in (part, rows, bias, y)]
+        lib.call_split_sum(grid(ceil_div(n, 256), m), *tensors, parts, m, n)
+    assert close(y, x.double() @ values.T + bias.double())
+
+
+@pytest.mark.parametrize("which", range(len(GEMVS)))
+@pytest.mark.parametrize("size", [1.0, 6e4, 1e-5])
+def test_vector_product(library: tuple[int, ctypes.CDLL], which: int, size: float) -> None:
+    _, lib = library
+    variant, n, k = GEMVS[which], 70, 1040
+    words, scales, rows, values = matrix(n, k)
+    x = (torch.rand(variant.m, k) * 2 - 1).mul(size).half()
+    rows = rows / size
+    values = values / size
+    y = torch.full((variant.m, n), float("nan")).half()
+    steps, _ = variant.staging(k)
+    tensors = [pointer(t) for t in (words, scales, rows, x, None, y)]
+    lib.call_gemv(which, grid(ceil_div(n, variant.rows)), variant.nw * 32, *tensors, n, k, k, steps)
+    assert close(y, x.double() @ values.T)
+
+
+def test_experts_of_few_tokens(library: tuple[int, ctypes.CDLL]) -> None:
+    _, lib = library
+    experts, inter, hidden, topk, tokens = 3, 48, 80, 2, 2
+    w13, s13, g13, v13 = matrix(experts * 2 * inter, hidden)
+    w2, s2, g2, v2 = matrix(experts * hidden, inter)
+    x, weights = torch.randn(tokens, hidden).half(), torch.rand(tokens, topk)
+    ids = torch.tensor([[2, 0], [1, 2]], dtype=torch.int32)
+    expert_map = torch.tensor([0, -1, 2], dtype=torch.int32)
+    act = torch.full((tokens * topk, inter), float("nan")).half()
+    y = torch.full((tokens, hidden), float("nan")).half()
+    steps, _ = UP.staging(hidden)
+    tensors = [pointer(t) for t in (w13, s13, g13, x, act, ids, expert_map)]
+    lib.call_up(grid(ceil_div(inter, UP.rows), 4), UP.nw * 32, *tensors, topk, inter, hidden, hidden, steps)
+    warps, _ = DOWN.launch(inter, topk)
+    tensors = [pointer(t) for t in (w2, s2, g2, act, ids, expert_map, weights, y)]
+    lib.call_down(grid(ceil_div(hidden, DOWN.rows), tokens), warps * 32, *tensors, topk, hidden, inter)
+    want = torch.zeros(tokens, hidden, dtype=torch.float64)
+    v13, v2 = v13.view(experts, 2 * inter, hidden), v2.view(experts, hidden, inter)
+    for m in range(tokens):
+        for t in range(topk):
+            e = int(ids[m, t])
+            if expert_map[e] < 0:
+                continue
+            h = v13[e] @ x[m].double()
+            want[m] += weights[m, t].double() * (v2[e] @ (torch.nn.functional.silu(h[:inter]) * h[inter:]))
+    assert close(y, want)
