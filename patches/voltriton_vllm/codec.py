@@ -17,7 +17,7 @@ GROUP = 16
 @functools.cache
 def _byte_table(device: torch.device) -> torch.Tensor:
     """Shape [256, 2], float32: a byte -> the values of its low and its high nibble."""
-    values = torch.tensor(E2M1 + tuple(-x for x in E2M1))
+    values = torch.tensor(E2M1 + tuple(-x for x in E2M1), dtype=torch.float32)
     byte = torch.arange(256)
     return torch.stack([values[byte & 15], values[byte >> 4]], -1).to(device)
 

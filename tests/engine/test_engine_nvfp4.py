@@ -92,6 +92,14 @@ def test_every_layout_gives_the_reference_logits(tiny, one_rank, name, layout):
     check(tiny[1][name], one_rank[name, layout])
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [("float16", 0.05), ("bfloat16", 0.4)])
+def test_sixteen_bit_activations(tiny, tmp_path, dtype, bound):
+    """The 16-bit model itself differs from float32 by 0.012 (float16) and 0.11 (bfloat16) here."""
+    folders, references = tiny
+    (found,) = results("vllm", tmp_path / "16.pt", {"dtype": dtype}, folders["qwen3"] / "ct_w4a16")
+    assert (found["logits"] - references["qwen3"]["logits"]).abs().max() < bound
+
+
 @pytest.mark.parametrize(("name", "layout"), [("qwen3_unequal", "ct_w4a16"), ("qwen3_moe", "ct_w4a4")])
 def test_two_ranks_agree_with_one(tiny, tmp_path, name, layout):
     folders, references = tiny

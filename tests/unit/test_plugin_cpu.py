@@ -1,5 +1,6 @@
 """The CPU kernel against the oracle: every instruction set of this machine, every type, edges of all sizes."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -47,6 +48,26 @@ def test_against_the_oracle(kernel, dtype, shape):
     torch.manual_seed(0)
     for rows in ROWS:
         assert worst(rows, shape, dtype, per_row=rows % 2 == 0, bias=rows % 3 == 0) < BOUNDS[dtype], rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_packed_under_another_default_type_as_vllm_does(kernel, dtype):
+    parts = random_nvfp4(50, 64, per_row=True)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        packed = linear.pack(*parts)
+    finally:
+        torch.set_default_dtype(before)
+    x = torch.randn(3, 64)
+    assert torch.equal(linear.linear(x, packed), linear.linear(x, linear.pack(*parts)))
+
+
+def test_factors_of_another_type_are_refused(kernel):
+    packed = linear.pack(*random_nvfp4(32, 64, per_row=False))
+    wrong = dataclasses.replace(packed, factor=packed.factor.half())
+    with pytest.raises(RuntimeError, match="float32 is needed"):
+        linear.linear(torch.randn(1, 64), wrong)
 
 
 @pytest.mark.parametrize("isa", ["avx2", "avx512"])

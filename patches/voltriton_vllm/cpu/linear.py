@@ -30,7 +30,8 @@ def pack(packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) 
     if k % GROUP or scale.shape != (n, k // GROUP):
         raise ValueError(f"weight {tuple(packed.shape)} and scale {tuple(scale.shape)} do not fit")
     words = _tiles(_pair_columns(packed.contiguous()).view(torch.int32))
-    factor = torch.zeros(words.shape[0] * TILE)
+    # Explicit: vLLM loads under a default type of 16 bits.
+    factor = torch.zeros(words.shape[0] * TILE, dtype=torch.float32)
     factor[:n] = global_scale
     return PackedLinear(words, _tiles(scale.contiguous().view(torch.uint8)), factor, n)
 

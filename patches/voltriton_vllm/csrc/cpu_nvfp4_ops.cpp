@@ -50,6 +50,8 @@ Tensor linear(const Tensor& x, const Tensor& words, const Tensor& scale, const T
   static const Kernel kernel = choose();
   STD_TORCH_CHECK(kernel != nullptr, "this CPU has no AVX2 (or VOLTRITON_CPU_ISA names what it lacks)");
   STD_TORCH_CHECK(x.dim() == 2 && x.is_contiguous(), "x: a contiguous matrix is needed");
+  STD_TORCH_CHECK(dtype_of(factor) == Dtype::f32 && (!bias || dtype_of(*bias) == Dtype::f32),
+                  "factor, bias: float32 is needed");
   const int64_t m = x.size(0), k = x.size(1);
   STD_TORCH_CHECK(k % 16 == 0 && words.numel() * 8 == factor.numel() * k &&
                       scale.numel() * 16 == factor.numel() * k && factor.numel() >= n,
