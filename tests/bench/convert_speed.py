@@ -3,8 +3,8 @@ NVFP4A16 on the same files, one after the other.
 
     python tests/bench/convert_speed.py --gb 4 --llm-compressor DIR      # DIR: see docs/quality.md
 
-Each tool runs in a process of its own; the time is that of the whole process but the start of Python and the
-imports are told apart. Memory is the largest resident set of that process.
+Each tool runs in a process of its own; the start of Python and the imports are told apart. CPU seconds are given too:
+they hold on a busy machine, where wall times do not.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -58,8 +58,16 @@ def make_source(folder: Path, gb: float) -> float:
     return layers * LAYER_BYTES / 1e9
 
 
-def run(command: list[str], environment: dict[str, str]) -> tuple[float, float]:
-    """(seconds, peak GB) of a child process; its output is shown when it fails."""
+class Cost(NamedTuple):
+    """Of one process: wall and CPU seconds, largest resident set. CPU seconds hold on a busy machine too."""
+
+    wall_s: float
+    cpu_s: float
+    peak_gb: float
+
+
+def run(command: list[str], environment: dict[str, str]) -> Cost:
+    """Run a child process to its end; its output is shown when it fails."""
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
         child = subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=output)
@@ -68,11 +76,14 @@ def run(command: list[str], environment: dict[str, str]) -> tuple[float, float]:
         if status:
             output.seek(0)
             sys.exit(f"{' '.join(command)} failed:\n{output.read()[-3000:]}")
-    return seconds, usage.ru_maxrss / 1e6
+    return Cost(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1e6)
 
 
-def import_seconds(module: str, environment: dict[str, str]) -> float:
-    return run([sys.executable, "-c", f"import {module}"], environment)[0]
+def net(command: list[str], module: str, environment: dict[str, str]) -> tuple[Cost, Cost]:
+    """The whole cost, and that without starting Python and importing the tool."""
+    whole = run(command, environment)
+    start = run([sys.executable, "-c", f"import {module}"], environment)
+    return whole, Cost(whole.wall_s - start.wall_s, whole.cpu_s - start.cpu_s, whole.peak_gb)
 
 
 def main() -> None:
@@ -90,9 +101,8 @@ def main() -> None:
 
 def measure(work: Path, gb: float, peer: Path | None) -> None:
     size = make_source(work / "in", gb)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ours = [sys.executable, "-m", "voltriton.cli", "convert", str(work / "in"), str(work / "ours")]
-    rows = [("voltriton convert", *run(ours, {}), import_seconds("voltriton.checkpoint.convert", {}))]
+    rows = {"voltriton convert": net(ours, "voltriton.checkpoint.convert", {})}
     if peer is not None:
         theirs = [
             sys.executable,
@@ -101,23 +111,17 @@ def measure(work: Path, gb: float, peer: Path | None) -> None:
             str(work / "in"),
             str(work / "theirs"),
         ]
-        environment = {"PYTHONPATH": str(peer)}
-        rows.append(
-            ("llm-compressor", *run(theirs, environment), import_seconds("llmcompressor", environment))
-        )
+        rows["llm-compressor"] = net(theirs, "llmcompressor", {"PYTHONPATH": str(peer)})
     print(
         f"{size:.2f} GB of bfloat16 weights, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}"
     )
-    for name, seconds, peak, imports in rows:
-        net = seconds - imports
+    for name, (whole, bare) in rows.items():
+        wall = f"{whole.wall_s:.1f} s wall ({bare.wall_s:.1f} without imports, {size / bare.wall_s:.3f} GB/s)"
+        print(f"{name}: {wall}, CPU {whole.cpu_s:.1f} s ({bare.cpu_s:.1f}), peak {whole.peak_gb:.2f} GB")
+    if peer is not None:
+        (_, a), (_, b) = rows.values()
         print(
-            f"{name:18} {seconds:7.1f} s  {size / seconds:.3f} GB/s, without imports {net:.1f} s  {size / net:.3f} GB/s, "
-            f"peak {peak:.2f} GB"
-        )
-    if len(rows) == 2:
-        (_, a, peak_a, ia), (_, b, peak_b, ib) = rows
-        print(
-            f"ratio: {b / a:.2f} times as fast ({(b - ib) / (a - ia):.2f} without imports), {peak_a / peak_b:.2f} of the memory"
+            f"wall {b.wall_s / a.wall_s:.1f} times, CPU {b.cpu_s / a.cpu_s:.1f} times, memory {b.peak_gb / a.peak_gb:.1f} times ours"
         )
 
 

@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import make_tiny
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from server import Server
+from test_engine_nvfp4 import check, results
+from voltriton.checkpoint.codec import Rule
+from voltriton.checkpoint.convert import Options, convert
 from voltriton.checkpoint.source import Source
 from voltriton.checkpoint.texts import load_tokenizer
 from voltriton.checkpoint.verify import expanded_model
@@ -115,3 +122,36 @@ def test_answers_overlap_with_those_of_the_16_bit_model(
 
 def test_the_fact_is_right(answers: dict[str, str]) -> None:
     assert "Paris" in answers[QUESTIONS[0]]
+
+
+LOADED = [
+    ("qwen3", Rule.COMPRESSED_TENSORS),
+    ("qwen3", Rule.MODELOPT),
+    ("qwen3_moe", Rule.COMPRESSED_TENSORS),
+]
+
+
+def with_the_same_numbers(checkpoint: Path, base: Path, out: Path) -> Path:
+    """A float32 folder of what an NVFP4 checkpoint of `base` says."""
+    made = Source(checkpoint)
+    shutil.copytree(base, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    matrices = {name: made.matrix(name) for name in load_file(base / "model.safetensors")}
+    tensors = {name: m.rows(0, m.spec.shape[0]) for name, m in matrices.items()}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def test_the_engine_reads_the_numbers_that_were_written(tmp_path: Path) -> None:
+    """vLLM on our checkpoints of tiny random models against Hugging Face on the same numbers, float32."""
+    checkpoints, plain = [], []
+    for arch in {arch for arch, _ in LOADED}:
+        make_tiny.make(tmp_path / arch, arch)
+    for arch, rule in LOADED:
+        base, out = tmp_path / arch / "base", tmp_path / f"{arch}-{rule}"
+        convert(base, out, Options(rule, scales="mse"))
+        checkpoints.append(out)
+        plain.append(with_the_same_numbers(out, base, tmp_path / f"{arch}-{rule}-plain"))
+    wanted = results("hf", tmp_path / "hf.pt", {}, *plain)
+    found = results("vllm", tmp_path / "vllm.pt", {"dtype": "float32"}, *checkpoints)
+    for reference, ours in zip(wanted, found, strict=True):
+        check(reference, ours)

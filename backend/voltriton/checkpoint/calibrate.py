@@ -36,7 +36,7 @@ class Recipe:
     window: int = 512
     seed: int = 0
     feedback: bool = True
-    shrink: float = 0.5
+    shrink: float = 0.3
     follow: float = 0.0  # how much of the error that earlier layers left in the inputs is corrected, 0 to 1
 
 
