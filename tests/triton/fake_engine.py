@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import contextlib
 import json
 import os
 import signal
@@ -187,9 +188,10 @@ def _flat(content: Any) -> str:
 
 
 def _script(text: str) -> dict[str, Any]:
-    if text.startswith("{"):
-        script: dict[str, Any] = json.loads(text)
-        return script
+    with contextlib.suppress(ValueError):
+        script: Any = json.loads(text)
+        if isinstance(script, dict) and {"tokens", "repeat", "hex"} & script.keys():
+            return script
     words = text.split(" ")
     return {"tokens": [word + " " for word in words[:-1]] + words[-1:]}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 from server import wait_for
-from wire_client import Answer, WireClient, build, decode
+from wire_client import Answer, WireClient, build, decode, is_final
 
 
 def script(**values: Any) -> str:
@@ -54,7 +54,7 @@ class Follow:
         elif message.infer_response.outputs:
             self.answer.responses.append(decode(message.infer_response))
             self.times.append(now)
-        if message.infer_response.parameters["triton_final_response"].bool_param:
+        if is_final(message):
             self.answer.finals += 1
             self.ended = now
 

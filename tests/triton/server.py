@@ -144,7 +144,11 @@ class Server:
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of a name with these labels; 0 where there is none."""
         total = 0.0
-        for line in self.get("/metrics", self.metrics)[1].splitlines():
+        try:
+            page = self.get("/metrics", self.metrics)[1]
+        except OSError:
+            return 0.0  # the page is the last thing that a server opens
+        for line in page.splitlines():
             head, _, value = line.rpartition(" ")
             if (head == name or head.startswith(name + "{")) and all(
                 f'{k}="{v}"' in head for k, v in labels.items()

@@ -100,6 +100,14 @@ def _texts(raw: bytes) -> Iterator[str]:
         position += 4 + length
 
 
+def is_final(message: Any) -> bool:
+    """Triton's own refusals (wrong types, unknown tensors) carry no mark; nothing follows them."""
+    parameters = message.infer_response.parameters
+    if "triton_final_response" in parameters:
+        return bool(parameters["triton_final_response"].bool_param)
+    return bool(message.error_message)
+
+
 class WireClient:
     """One bidirectional stream; requests are told apart by id."""
 
@@ -147,7 +155,7 @@ class WireClient:
                 answer.errors += 1
             elif message.infer_response.outputs:
                 answer.responses.append(decode(message.infer_response))
-            if message.infer_response.parameters["triton_final_response"].bool_param:
+            if is_final(message):
                 answer.finals += 1
             if all(a.finals for a in answers.values()):
                 self._all_answered = True

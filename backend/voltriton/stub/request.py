@@ -7,6 +7,7 @@ names and ranges of sampling parameters are the host's to check (`voltriton.host
 from __future__ import annotations
 
 import json
+import math
 import uuid
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -99,7 +100,20 @@ def parse_json(text: str, where: str) -> Any:
         ) from None
     except RecursionError:
         raise InvalidArgument(f"{where}: JSON nested too deeply") from None
+    _refuse_infinite(value, where)
     return value
+
+
+def _refuse_infinite(value: Any, where: str) -> None:
+    """NaN and Infinity, which Python's parser takes, and what is too large for a float: no JSON can carry them on."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidArgument(f"{where}: got {value}, a finite number is needed")
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _refuse_infinite(item, f"{where}.{name}")
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            _refuse_infinite(item, f"{where}[{i}]")
 
 
 def parse_object(text: str, where: str) -> dict[str, Any]:
