@@ -1,10 +1,9 @@
 // Runs the blocks of a CUDA kernel on the CPU: one fiber a thread, switched at barriers. What is PTX on a GPU is plain
-// arithmetic here; tensor-core fragments are laid out as FRAG says, and lanes that must hold the same are compared.
+// arithmetic here; tensor-core fragments are laid out as FRAG says, and where lanes
+// that must hold the same do not, the result is infinite.
 #include <ucontext.h>
 
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <vector>
@@ -128,10 +127,7 @@ static void wmma_mma(float (&c)[8], const unsigned (&a)[8], const unsigned (&b)[
     auto put = [](float (&m)[16][16], int row, int k, unsigned pair) {
         float l = (float)lo(pair), h = (float)hi(pair);
         bool again = !std::isnan(m[row][k]);
-        if (again && (m[row][k] != l || m[row][k + 1] != h)) {
-            fprintf(stderr, "lanes that hold the same element of a fragment differ\n");
-            abort();
-        }
+        if (again && (m[row][k] != l || m[row][k + 1] != h)) l = h = INFINITY;  // shows in the result
         m[row][k] = l;
         m[row][k + 1] = h;
     };
