@@ -70,8 +70,9 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.table:
         return show(args)
-    # A plain SIGTERM would leave the servers behind.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A plain SIGTERM would leave the servers behind; and shells start background jobs with SIGINT ignored.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
     try:
         return Comparison(args).run()
     except TargetError as error:
@@ -130,6 +131,9 @@ class Comparison:
             except KeyboardInterrupt:
                 print("interrupted; what was measured is kept", file=sys.stderr)
             finally:
+                # A second Ctrl-C or SIGTERM must not leave servers behind; stopping is bounded.
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    signal.signal(number, signal.SIG_IGN)
                 for process in reversed(processes):
                     process.stop()
         self._report()
