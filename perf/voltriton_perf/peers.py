@@ -19,9 +19,10 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from voltriton_perf import scale, targets
 from voltriton_perf.closed_loop import Plan
-from voltriton_perf.report import STYLE
+from voltriton_perf.report import PLOT_STYLE
 from voltriton_perf.scale import BASE
 from voltriton_perf.setup import describe_setup
+from voltriton_perf.svg import document
 from voltriton_perf.targets import Target, TargetError
 from voltriton_perf.wires import WireError
 
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rows", type=Path, help="file for the rows (JSON lines)")
     parser.add_argument("--out", type=Path, help="file for setup, rows and table (JSON); a .md beside it")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="HTML: how the overhead grows, with fitted lines"
+        "--plot", type=Path, metavar="FILE", help="SVG: how the overhead grows, with fitted lines"
     )
     parser.add_argument("--table", type=Path, metavar="ROWS", help="measure nothing: the table of these rows")
     args = parser.parse_args(argv)
@@ -103,12 +104,12 @@ def write(args: argparse.Namespace, rows: Sequence[dict[str, Any]], failures: di
 
 
 def plot(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
-    """How the overhead grows: an HTML page with plots, and the fitted lines on standard output."""
+    """How the overhead grows: an SVG file with plots, and the fitted lines on standard output."""
     names = [name for name in dict.fromkeys(row["target"] for row in rows) if name != BASE]
     x = "words" if len({row["words"] for row in rows}) > 1 else "streams"
     figures, lines = scale.report(rows, names, x)
     print(lines)
-    args.plot.write_text(f"<!doctype html><meta charset='utf-8'><style>{STYLE}</style>{figures}\n")
+    args.plot.write_text(document(figures, PLOT_STYLE))
 
 
 class Comparison:

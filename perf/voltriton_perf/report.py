@@ -13,16 +13,21 @@ from voltriton_perf.svg import Series, plot
 METRICS = (("ttft_ms", "Time to first token"), ("itl_ms", "Inter-token latency"), ("e2e_ms", "End to end"))
 # More curves than this in one plot cannot be told apart: the highest loads are shown.
 MOST_CURVES = 6
-STYLE = """
+PLOT_STYLE = """
+svg text{font-family:system-ui,sans-serif;fill:#333}
+.title{font-size:14px;font-weight:600}.axis{font-size:12px}.tick{font-size:11px}.grid{stroke:#e8e8e8}
+"""
+STYLE = (
+    PLOT_STYLE
+    + """
 body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:1180px;padding:0 1em;color:#1a1a1a;background:#fff}
 h1{font-size:1.5em}h2{font-size:1.15em;margin-top:2em}
 table{border-collapse:collapse;margin:.6em 0}th,td{padding:.25em .7em;text-align:right;border-bottom:1px solid #ddd}
 th:first-child,td:first-child{text-align:left}.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(420px,1fr));gap:1em}
 svg{width:100%;height:auto;border:1px solid #e5e5e5;border-radius:6px}
-svg text{font-family:system-ui,sans-serif;fill:#333}
-.title{font-size:14px;font-weight:600}.axis{font-size:12px}.tick{font-size:11px}.grid{stroke:#e8e8e8}
 .bad{color:#a40000;font-weight:600}.good{color:#006b3c;font-weight:600}pre{background:#f6f6f6;padding:.8em;overflow:auto}
 """
+)
 
 
 class ResultError(Exception):

@@ -47,8 +47,10 @@ def added(rows: Sequence[dict[str, Any]], target: str, key: str, x: str) -> list
     return sorted((at, statistics.median(values)) for at, values in found.items())
 
 
-def report(rows: Sequence[dict[str, Any]], targets: Sequence[str], x: str = "streams") -> tuple[str, str]:
-    """(SVG, Markdown): milliseconds that each target adds to a token and to the first one, with fitted lines."""
+def report(
+    rows: Sequence[dict[str, Any]], targets: Sequence[str], x: str = "streams"
+) -> tuple[list[str], str]:
+    """(plots as SVG, Markdown): what each target adds to a token and to the first one, in ms, with fitted lines."""
     figures, lines = (
         [],
         ["| target | what | at none | for each of " + x + " | R2 |", "| --- | --- | --- | --- | --- |"],
@@ -66,4 +68,4 @@ def report(rows: Sequence[dict[str, Any]], targets: Sequence[str], x: str = "str
                     f"| {target} | {title}, ms | {found.at_zero:.2f} | {found.slope:.4f} | {found.fit:.2f} |"
                 )
         figures.append(plot(f"Milliseconds {title}, over the in-process engine", x, "ms", series))
-    return "\n".join(figures), "\n".join(lines)
+    return figures, "\n".join(lines)

@@ -22,7 +22,6 @@ import random
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -73,7 +72,7 @@ class Tree:
 class Report:
     began: float = field(default_factory=time.time)
     seconds: float = 0.0
-    outcomes: Counter[str] = field(default_factory=Counter)
+    outcomes: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
     slowest_s: float = 0.0
     faults: list[str] = field(default_factory=list)
@@ -148,9 +147,9 @@ class Soak:
         self._uncounted = False
 
     async def run(self) -> Report:
-        """Rounds of half a minute; the server is idle between them, which is when it is measured."""
+        """Rounds of half a minute (at least four); the server is idle between them, which is when it is measured."""
         end = time.monotonic() + self.options.minutes * 60
-        rounds = max(2, round(self.options.minutes * 2))
+        rounds = max(4, round(self.options.minutes * 2))
         faults = self._plan(rounds)
         for number in range(rounds):
             # The last rounds get what is left of the time; at least some seconds each.
@@ -161,11 +160,11 @@ class Soak:
         return self.report
 
     def _plan(self, rounds: int) -> dict[int, list[str]]:
-        """Round -> faults; none in the first two (the yardstick) nor in the last."""
+        """Round -> faults; none in the first two (the second is the yardstick) nor in the last."""
         plan: dict[int, list[str]] = {}
         wanted = ["kill"] * self.options.kills + ["restart"] * self.options.restarts
         for i, fault in enumerate(wanted if self.options.server_pid else []):
-            plan.setdefault(min(rounds - 1, 2 + i) if rounds > 3 else 1, []).append(fault)
+            plan.setdefault(2 + i % (rounds - 3), []).append(fault)
         return plan
 
     async def _round(self, seconds: float, faults: list[str], cancels: bool) -> None:
@@ -203,10 +202,11 @@ class Soak:
                 self.report.slowest_s = max(self.report.slowest_s, round(time.monotonic() - began, 3))
 
     async def _request(self, client: AsyncClient, prompt: str, length: int, cancel: bool) -> None:
+        began = time.monotonic()
         asked = {"model": self.options.model, "max_tokens": length, "temperature": 0.0, "ignore_eos": True}
         if not cancel and self._random.random() < 0.5:
             result = await client.generate(prompt, **asked)
-            self._answered("whole", prompt, length, result.text, result.usage.completion_tokens)
+            self._answered("whole", began, prompt, length, result.text, result.usage.completion_tokens)
             return
         text, tokens = "", 0
         stream = client.stream(prompt, **asked)
@@ -215,14 +215,14 @@ class Soak:
             tokens += chunk.num_tokens
             if cancel and tokens < length:
                 await stream.aclose()
-                self.report.outcomes["cancelled"] += 1
+                self._count("cancelled")
                 return
-        self._answered("streamed", prompt, length, text, tokens)
+        self._answered("streamed", began, prompt, length, text, tokens)
 
-    def _answered(self, how: str, prompt: str, length: int, text: str, tokens: int) -> None:
-        self.report.outcomes[how] += 1
+    def _answered(self, how: str, began: float, prompt: str, length: int, text: str, tokens: int) -> None:
+        self._count(how)
         self.report.tokens += tokens
-        if self._fault_at is not None:
+        if self._fault_at is not None and began > self._fault_at:
             self.report.repairs_s.append(round(time.monotonic() - self._fault_at, 2))
             self._fault_at = None
         known = self._known.setdefault((prompt, length), text)
@@ -232,34 +232,39 @@ class Soak:
             )
 
     def _failed(self, error: VoltritonError) -> None:
-        self.report.outcomes[error.code] += 1
+        self._count(error.code)
         if error.code not in EXCUSED or not self.report.faults:
             self._problem(f"a request failed: {error.code}: {error}")
 
     async def _break(self, faults: list[str], seconds: float) -> None:
+        """One after the other, each when the one before has been repaired; the round goes on until the last is."""
         for fault in faults:
             await asyncio.sleep(min(3.0, seconds / (len(faults) + 2)))
-            mark = "-m voltriton.host" if fault == "kill" else "triton_python_backend_stub"
-            root = self.options.server_pid or 0
-            pid = next(
-                (pid for pid in tree(root) if mark in command(pid) and "chat_template" not in command(pid)),
-                None,
-            )
+            pid = self._victim(fault)
             if pid is None:
-                self._problem(f"{fault}: no process with {mark} below {root}")
+                self._problem(f"{fault}: there is no such process below {self.options.server_pid}")
                 continue
             self._fault_at = time.monotonic()
-            self.report.faults.append(f"{fault}: SIGKILL for {command(pid)[:60]}")
+            self.report.faults.append(fault)
             os.kill(pid, signal.SIGKILL)
-        # The round goes on until the server is back.
-        self._stop_at = max(self._stop_at, time.monotonic() + 5.0)
-        give_up = time.monotonic() + self.options.limit_s
-        while self._fault_at is not None and time.monotonic() < give_up:
-            self._stop_at = max(self._stop_at, time.monotonic() + 2.0)
-            await asyncio.sleep(0.1)
-        if self._fault_at is not None:
-            self._problem(f"no answer within {self.options.limit_s:g} s of a fault")
-            self._fault_at = None
+            while self._fault_at is not None:
+                self._stop_at = max(self._stop_at, time.monotonic() + 3.0)
+                await asyncio.sleep(0.1)
+                if time.monotonic() - (self._fault_at or time.monotonic()) > self.options.limit_s:
+                    self._problem(f"no answer within {self.options.limit_s:g} s of a fault")
+                    self._fault_at = None
+
+    def _victim(self, fault: str) -> int | None:
+        marks = (
+            ["-m voltriton.host"]
+            if fault == "kill"
+            else ["triton_python_backend_stub", f"/{self.options.model}/"]
+        )
+        for pid in tree(self.options.server_pid or 0):
+            line = command(pid)
+            if all(mark in line for mark in marks):
+                return pid
+        return None
 
     async def _metric(self, name: str) -> float:
         """Sum over all labels; 0 while there is no metrics page."""
@@ -287,6 +292,9 @@ class Soak:
                 self._problem(
                     f"{name} grew from {of(first):.0f} to {of(last):.0f} (allowed: {slack:.0f} more)"
                 )
+
+    def _count(self, outcome: str) -> None:
+        self.report.outcomes[outcome] = self.report.outcomes.get(outcome, 0) + 1
 
     def _problem(self, text: str) -> None:
         if len(self.report.problems) < 50:

@@ -107,3 +107,15 @@ def _legend(series: Sequence[Series]) -> list[str]:
         parts.append(f'<rect x="{LEFT + 8}" y="{y - 8}" width="10" height="10" fill="{colour}"/>')
         parts.append(f'<text class="tick" x="{LEFT + 23}" y="{y + 1}">{escape(one.name)}</text>')
     return parts
+
+
+def document(figures: Sequence[str], style: str) -> str:
+    """An SVG file of several plots, one below the other: for pages that cannot hold inline SVG."""
+    height = HEIGHT * len(figures)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}"><style>{style}</style>'
+    ]
+    parts.append(f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>')
+    for i, figure in enumerate(figures):
+        parts.append(figure.replace("<svg ", f'<svg y="{i * HEIGHT}" width="{WIDTH}" height="{HEIGHT}" ', 1))
+    return "".join([*parts, "</svg>\n"])

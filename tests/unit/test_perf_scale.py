@@ -1,13 +1,22 @@
 from __future__ import annotations
 
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from voltriton_perf import scale
+from voltriton_perf.svg import document
 
 
 def row(target: str, turn: int, streams: int, tpot: float) -> dict[str, Any]:
-    return {"target": target, "round": turn, "streams": streams, "words": 6, "tpot_mean_ms": tpot, "ttft_mean_ms": tpot}
+    return {
+        "target": target,
+        "round": turn,
+        "streams": streams,
+        "words": 6,
+        "tpot_mean_ms": tpot,
+        "ttft_mean_ms": tpot,
+    }
 
 
 ROWS = [
@@ -34,5 +43,7 @@ def test_no_line_through_one_place() -> None:
 
 def test_a_report_of_it() -> None:
     figures, lines = scale.report(ROWS, ["ours"])
-    assert figures.count("<svg") == 2 and "ours, fitted" in figures
+    assert len(figures) == 2 and "ours, fitted" in figures[0]
+    root = ElementTree.fromstring(document(figures, "text{fill:#333}"))
+    assert len(root.findall("{http://www.w3.org/2000/svg}svg")) == 2
     assert "| ours | added to a token, ms | 0.10 | 0.0200 | 1.00 |" in lines
