@@ -194,6 +194,9 @@ class Server:
         # An overloaded engine, or one that is being started again, looks after itself.
         if code == 200 or "UNAVAILABLE: overloaded" in text or "it is being started again" in text:
             return None
+        if "is not healthy" in text:
+            # Triton's own word for a stub that shows no sign of life.
+            raise Hanging(text.strip()[:300])
         if "DEADLINE_EXCEEDED" in text:
             if self.progress() != before:
                 return None
