@@ -25,7 +25,7 @@ from locust.env import Environment
 MIX = ((0.65, 128), (0.25, 1024), (0.10, 4096))
 OUTPUT_TOKENS = 128
 # Ids that every vocabulary has, clear of its special tokens, which are first or last in most.
-TOKEN_IDS = range(300, 4000)
+TOKEN_IDS = range(300, 1000)
 
 
 @events.init_command_line_parser.add_listener
