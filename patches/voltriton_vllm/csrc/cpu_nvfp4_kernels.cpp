@@ -306,11 +306,14 @@ void decode_panel(const Problem& p, int64_t tile0, int64_t k0, int64_t kc, float
   }
 }
 
-// c [rows, kPanel] += x [rows, kc] panel [kc, kPanel]
+// c [rows, kPanel] += x [rows, kc] panel [kc, kPanel]. Every loop over the sums is unrolled: one that is not
+// keeps them all in memory.
 template <int MB>
 void block(const float* x, int64_t stride, const float* panel, int64_t kc, float* c) {
   Vector sum[MB][kPanelVectors];
+#pragma GCC unroll 12
   for (int m = 0; m < MB; m++)
+#pragma GCC unroll 2
     for (int n = 0; n < kPanelVectors; n++) sum[m][n] = Vector::load(c + m * kPanel + n * Vector::width);
   for (int64_t k = 0; k < kc; k++) {
     Vector w[kPanelVectors];
@@ -323,7 +326,9 @@ void block(const float* x, int64_t stride, const float* panel, int64_t kc, float
       for (int n = 0; n < kPanelVectors; n++) sum[m][n] = Vector::fma(w[n], xv, sum[m][n]);
     }
   }
+#pragma GCC unroll 12
   for (int m = 0; m < MB; m++)
+#pragma GCC unroll 2
     for (int n = 0; n < kPanelVectors; n++) sum[m][n].store(c + m * kPanel + n * Vector::width);
 }
 
