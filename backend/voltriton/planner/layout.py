@@ -124,9 +124,9 @@ def _linear_attention(config: Config, count: int) -> Iterator[Weight]:
         ROWS,
     )
     yield Weight("linear_attn.out_proj", DENSE, hidden, values, count, COLUMNS, quantizable=True)
-    yield Weight("linear_attn.dt_bias", DENSE, value_heads, 1, count, ROWS, FLOAT32)
+    yield Weight("linear_attn.dt_bias", DENSE, value_heads, 1, count, ROWS)
     yield Weight("linear_attn.A_log", DENSE, value_heads, 1, count, ROWS, FLOAT32)
-    yield Weight("linear_attn.norm", DENSE, 1, value_size, count, stored=FLOAT32)
+    yield Weight("linear_attn.norm", DENSE, 1, value_size, count)
 
 
 def _mlp(config: Config, count: int, prefix: str = "mlp", width: int | None = None) -> Iterator[Weight]:
