@@ -6,9 +6,10 @@ tokenizer is a local one (`tokenizer.json`), or the server itself (`render_only`
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -21,6 +22,8 @@ from voltriton_client.tensors import pack
 
 Count = Callable[[str], int]
 COUNT_S = 60.0
+# After so many repetitions in a row there are taken to be no more texts of the length.
+MOST_REPEATED = 20
 
 ENGLISH = (
     "the of and to in a is that for it was on are as with his they at be this from have or by one had not but what all "
@@ -101,11 +104,40 @@ def make_prompts(shape: Shape, number: int, seed: int, count: Count) -> list[str
     words, joint = _vocabulary(shape.language, rng)
     prefix = ""
     if shape.shared > 0:
-        shared_tokens = max(1, round(shape.tokens * shape.shared))
-        prefix = _exact("", shared_tokens, rng, words, joint, count) + joint
+        prefix = (
+            _exact("", max(1, round(shape.tokens * shape.shared)), rng, words, joint, count).text() + joint
+        )
         if shape.shared == 1:
             return [prefix.removesuffix(joint) if joint else prefix] * number
-    return [_exact(prefix, shape.tokens, rng, words, joint, count) for _ in range(number)]
+    prompts: dict[str, None] = {}
+    pattern = _exact(prefix, shape.tokens, rng, words, joint, count)
+    repeated = 0
+    while len(prompts) < number and repeated < MOST_REPEATED:
+        # The same words in another order mostly have as many tokens: one count instead of a search.
+        text = pattern.shuffled(rng).text()
+        if text in prompts or count(text) != shape.tokens:
+            pattern = _exact(prefix, shape.tokens, rng, words, joint, count)
+            text = pattern.text()
+        repeated = repeated + 1 if text in prompts else 0
+        prompts[text] = None
+    # Few tokens allow few texts: then these come again.
+    return list(itertools.islice(itertools.cycle(prompts), number))
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """A prompt in parts."""
+
+    prefix: str
+    words: tuple[str, ...]
+    joint: str
+    tail: str = ""
+
+    def text(self) -> str:
+        return self.prefix + self.joint.join(self.words) + self.tail
+
+    def shuffled(self, rng: random.Random) -> _Pattern:
+        return replace(self, words=tuple(rng.sample(self.words, len(self.words))))
 
 
 def _vocabulary(language: str, rng: random.Random) -> tuple[list[str], str]:
@@ -116,20 +148,23 @@ def _vocabulary(language: str, rng: random.Random) -> tuple[list[str], str]:
     return words, " "
 
 
-def _exact(prefix: str, tokens: int, rng: random.Random, words: list[str], joint: str, count: Count) -> str:
+def _exact(
+    prefix: str, tokens: int, rng: random.Random, words: list[str], joint: str, count: Count
+) -> _Pattern:
     least = count(prefix.rstrip() + joint + words[0]) if prefix else count(words[0])
     if least > tokens:
         raise InputError(f"no prompt has as few as {tokens} tokens here: one word alone is {least}")
     for _ in range(8):
         drawn = [rng.choice(words) for _ in range(tokens)]
-        text = _longest(prefix, drawn, joint, tokens, count)
+        pattern = _Pattern(prefix, tuple(_longest(prefix, drawn, joint, tokens, count)), joint)
+        text = pattern.text()
         if (filled := _filled(text, tokens, count)) is not None:
-            return filled
+            return replace(pattern, tail=filled.removeprefix(text))
     raise InputError(f"no prompt of exactly {tokens} tokens was found; ask for another length")
 
 
-def _longest(prefix: str, drawn: list[str], joint: str, tokens: int, count: Count) -> str:
-    """The prefix and as many of the words as stay within the tokens."""
+def _longest(prefix: str, drawn: list[str], joint: str, tokens: int, count: Count) -> list[str]:
+    """As many of the words as stay within the tokens, behind the prefix."""
     low, high = 0, len(drawn)
     while low < high:
         middle = (low + high + 1) // 2
@@ -137,7 +172,7 @@ def _longest(prefix: str, drawn: list[str], joint: str, tokens: int, count: Coun
             low = middle
         else:
             high = middle - 1
-    return prefix + joint.join(drawn[:low])
+    return drawn[:low]
 
 
 def _filled(text: str, tokens: int, count: Count) -> str | None:

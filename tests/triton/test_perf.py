@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from voltriton_perf.perf_analyzer import PerfAnalyzer, default_home
 from voltriton_perf.stats import summarise
 
 # Scripts sleep for what a token takes, so both tools should see these times and little more.
-STEP_MS, FIRST_MS, TOKENS = 20, 60, 10
+STEP_MS, FIRST_MS, TOKENS = 50, 150, 6
 AGREE = 0.15
 
 
@@ -43,9 +42,9 @@ def script(**more: Any) -> Prompt:
 
 
 def test_both_tools_agree(server: Server, analyzer: PerfAnalyzer) -> None:
-    """Within 15 % on TTFT, inter-token and end-to-end medians, exactly on counts; times are 20 ms and more, so that
+    """Within 15 % on TTFT, inter-token and end-to-end medians, exactly on counts; times are 50 ms and more, so that
     what a busy machine adds is small beside them."""
-    level = Level("concurrency", 4, 24)
+    level = Level("concurrency", 4, 16)
     by: dict[str, Any] = {}
     for name, tool in (("perf_analyzer", analyzer), ("client", None)):
         bench = Bench(service(server), {"max_tokens": 64}, 1, 60.0, tool)
@@ -53,7 +52,7 @@ def test_both_tools_agree(server: Server, analyzer: PerfAnalyzer) -> None:
         assert (measured.tool, measured.failed, measured.notes) == (name, None, [])
         by[name] = summarise(measured.records)
     a, b = by["perf_analyzer"], by["client"]
-    assert (a.requests, a.failed, a.output_tokens) == (b.requests, b.failed, b.output_tokens) == (24, 0, 240)
+    assert (a.requests, a.failed, a.output_tokens) == (b.requests, b.failed, b.output_tokens) == (16, 0, 96)
     assert a.ttft_ms["p50"] >= FIRST_MS + STEP_MS and a.itl_ms["p50"] >= STEP_MS
     for metric in ("ttft_ms", "itl_ms", "e2e_ms"):
         assert getattr(a, metric)["p50"] == pytest.approx(getattr(b, metric)["p50"], rel=AGREE), metric
@@ -131,7 +130,17 @@ def test_a_model_that_is_not_there(
 
 
 def test_ctrl_c_keeps_what_is_done(server: Server, tmp_path: Path) -> None:
-    words = ["--concurrency", "1", "2", "--requests", "3000", "--prompt-tokens", "4", "--output-tokens", "4"]
+    words = [
+        "--concurrency",
+        "1",
+        "2",
+        "--requests",
+        "3000",
+        "--prompt-tokens",
+        "12",
+        "--output-tokens",
+        "12",
+    ]
     command = [
         sys.executable,
         "-m",
@@ -139,27 +148,21 @@ def test_ctrl_c_keeps_what_is_done(server: Server, tmp_path: Path) -> None:
         "sweep",
         *options(server, tmp_path, *words, "--tool", "client"),
     ]
-    before = server.metric("voltriton:requests_total")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ})
-    # Past the counting of prompts (some thousand short requests) and into the load.
-    wait_for(lambda: server.metric("vllm:generation_tokens_total") and _loaded(server, before), 60, "load")
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    before = server.metric("vllm:generation_tokens_total")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        # Prompts are counted without generating: tokens come from the load alone.
+        wait_for(lambda: server.metric("vllm:generation_tokens_total") > before + 200, 90, "load")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
     assert process.returncode == 1
     data = json.loads((tmp_path / "sweep.json").read_text())
     assert data["complete"] is False
     assert data["levels"][-1]["partial"] is True and data["levels"][-1]["summary"]["requests"] > 0
     wait_for(lambda: server.metric("vllm:num_requests_running") == 0, 10, "the open requests to be cancelled")
-
-
-_seen: dict[str, float] = {}
-
-
-def _loaded(server: Server, before: float) -> bool:
-    """Tokens come: only the load generates any."""
-    now = server.metric("vllm:generation_tokens_total")
-    first = _seen.setdefault("tokens", now)
-    return now > first + 200
 
 
 def test_an_sla_run_gives_verdicts_and_an_exit_status(

@@ -75,3 +75,23 @@ def test_fewer_tokens_than_a_word_has() -> None:
 def test_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no tokenizer"):
         inputs.local_counter(tmp_path)
+
+
+def test_few_possible_texts_come_again() -> None:
+    def count(text: str) -> int:
+        return 1 if text in ("river", "stone") else 2 * len(text.split())
+
+    # "one word alone" is asked of the first word of the vocabulary, which has two tokens here.
+    with pytest.raises(InputError):
+        make_prompts(Shape(1), 5, 1, count)
+    prompts = make_prompts(Shape(1), 150, 1, count=lambda text: len(text.split()))
+    assert len(prompts) == 150 and len(set(prompts)) < 150
+
+
+def test_counting_is_asked_seldom(tokenizer: Path) -> None:
+    """Each count of a served model is a round trip."""
+    asked = []
+    inner = inputs.local_counter(tokenizer)
+    prompts = make_prompts(Shape(64), 50, 1, lambda text: asked.append(text) or inner(text))  # type: ignore[func-returns-value]
+    assert len(set(prompts)) == 50
+    assert len(asked) < 50 * 8
