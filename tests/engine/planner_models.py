@@ -123,8 +123,37 @@ def main(folder: str, ranks: int, dtype: str) -> None:
     print("\n" + json.dumps(found), flush=True)
 
 
+def models(pairs: list[str]) -> None:
+    """Of vLLM's own models on one rank, made on no device. One with experts first: it makes the groups that they need."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    found = {}
+    for number, pair in enumerate(pairs):
+        folder, dtype = pair.rsplit("=", 1)
+        config = EngineArgs(
+            model=folder, dtype=dtype, enforce_eager=True, max_model_len=256
+        ).create_engine_config()
+        with set_current_vllm_config(config):
+            if number == 0:
+                store = f"file://{folder}/store"
+                init_distributed_environment(1, 0, store, 0, "gloo")
+                initialize_model_parallel(1)
+            with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+                model = initialize_model(vllm_config=config)
+        found[folder] = sum(parameter.nbytes for parameter in model.parameters())
+    print("\n" + json.dumps({"models": found}), flush=True)
+
+
 if __name__ == "__main__":
     # By its name: the ranks look `_parameter_bytes` up in a module that they can import.
     import planner_models
 
-    planner_models.main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    if sys.argv[1] == "models":
+        planner_models.models(sys.argv[2:])
+    else:
+        planner_models.main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import planner_models
 import pytest
@@ -18,7 +17,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from voltriton.planner.cards import parse_cards
 from voltriton.planner.files import read_model
-from voltriton.planner.memory import Request, make_plan
+from voltriton.planner.memory import Plan, Request, make_plan
 
 # Two ranks for one model of each kind of cut: heads, experts, linear attention.
 CASES = [
@@ -37,44 +36,63 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("planner")
 
 
-def engine_numbers(folder: Path, ranks: int, dtype: str) -> dict[str, Any]:
-    """Of an engine in a process of its own, with a KV cache of 1 GiB a rank."""
+def run(*argv: str) -> str:
+    """What `planner_models.py` prints, in a process of its own."""
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # apply_model sends a function to the ranks
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # collective_rpc sends a function to the ranks
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [sys.executable, planner_models.__file__, str(folder), str(ranks), dtype],
+        [sys.executable, planner_models.__file__, *argv],
         capture_output=True,
         text=True,
         timeout=900,
         env=environment,
         check=False,
     )
-    answers = [line for line in done.stdout.splitlines() if line.startswith('{"blocks"')]
+    answers = [line for line in done.stdout.splitlines() if line.startswith(('{"blocks"', '{"models"'))]
     assert answers, done.stderr[-3000:]
-    return json.loads(answers[-1])
+    return answers[-1]
+
+
+def folder_of(kind: str, models: Path) -> Path:
+    folder = models / kind.replace(" ", "-")
+    if not folder.exists():
+        planner_models.make(kind, folder)
+    return folder
+
+
+def plan_of(folder: Path, ranks: int, dtype: str) -> Plan:
+    request = Request(parse_cards(f"{ranks}xCPU"), max_model_len=256, dtype_bytes=BYTES[dtype])
+    return make_plan(read_model(folder), request)
+
+
+def dtype_of(kind: str) -> str:
+    """GDN on a CPU takes bfloat16 only."""
+    return "bfloat16" if kind == "qwen3_next" else "float32"
+
+
+def test_weights_are_those_of_vllms_models(models: Path) -> None:
+    """Without an engine: the models made on no device, one rank."""
+    kinds = ["qwen3_next", "qwen3_moe", "qwen3", "llama", "qwen2 tied"]
+    folders = {str(folder_of(kind, models)): dtype_of(kind) for kind in kinds}
+    found = json.loads(run("models", *(f"{folder}={dtype}" for folder, dtype in folders.items())))["models"]
+    assert found == {folder: plan_of(Path(folder), 1, dtype).weights for folder, dtype in folders.items()}
 
 
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(("kind", "ranks"), CASES)
 def test_plan_is_exact(kind: str, ranks: int, models: Path) -> None:
-    folder = models / kind.replace(" ", "-")
-    if not folder.exists():
-        planner_models.make(kind, folder)
-    # GDN on a CPU takes bfloat16 only.
-    dtype = "bfloat16" if kind == "qwen3_next" else "float32"
-    found = engine_numbers(folder, ranks, dtype)
-    cards = parse_cards(f"{ranks}xCPU")
-    request = Request(cards, max_model_len=256, dtype_bytes=BYTES[dtype])
-    plan = make_plan(read_model(folder), request)
+    folder, dtype = folder_of(kind, models), dtype_of(kind)
+    found = json.loads(run(str(folder), str(ranks), dtype))
+    plan = plan_of(folder, ranks, dtype)
     assert plan.cache is not None
-    assert {
+    assert found == {
         "parameter_bytes": [plan.weights] * ranks,
         "block_tokens": plan.cache.block_tokens,
         "blocks": plan.cache.blocks(plan.left),
-    } == found
+    }
