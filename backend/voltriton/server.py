@@ -270,7 +270,6 @@ class Server:
         """The server and all below it, at once."""
         if self.process is None:
             return
-        self.note_shared_memory()
         below = self.children()
         self.process.kill()
         self.process.wait()
@@ -301,6 +300,24 @@ class Server:
         return self.process.returncode
 
 
+class Probe(threading.Thread):
+    """One canary, on a thread of its own: a server that dies meanwhile must be seen at once."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(name="voltriton-canary", daemon=True)
+        self._server = server
+        self.failure: str | None = None
+        self.hanging = False
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.failure = self._server.canary(ENGINE_MODEL)
+        except Hanging as error:
+            self.failure, self.hanging = str(error), True
+        self._server.note_shared_memory()
+
+
 class Supervisor:
     """Keeps one server alive until it is told to stop."""
 
@@ -311,6 +328,9 @@ class Supervisor:
         self._stop = threading.Event()
         self._drain = threading.Event()
         self._repairs: deque[float] = deque()
+        self._stubs: set[int] = set()
+        self._probe: Probe | None = None
+        self._next_canary = 0.0
         self._status_file = state_file(options.root, options.http_port)
         self.status = Status(
             http=f"{options.address}:{options.http_port}",
@@ -366,7 +386,7 @@ class Supervisor:
         self._set("draining" if self._drain.is_set() else "ready")
 
     def _watch(self) -> int:
-        next_canary = time.monotonic() + self._options.canary_interval_s
+        self._rest()
         while not self._stop.wait(0.25):
             if self._drain.is_set():
                 self._keep_draining()
@@ -374,10 +394,9 @@ class Supervisor:
             if failure is not None:
                 if not self._repair(failure, self._restart):
                     return 3
-            elif time.monotonic() > next_canary and self.status.state == "ready":
-                next_canary = time.monotonic() + self._options.canary_interval_s
-                if not self._cure():
-                    return 3
+                self._rest()
+            elif self.status.state == "ready" and not self._cure():
+                return 3
         return self._finish()
 
     def _keep_draining(self) -> None:
@@ -398,17 +417,24 @@ class Supervisor:
         return None
 
     def _cure(self) -> bool:
-        """A canary, and the repair where it found something; False when there were too many."""
-        if ENGINE_MODEL not in self.status.models:
+        """A canary when it is time, and the repair where it found something; False when there were too many."""
+        probe = self._probe
+        if probe is None:
+            if time.monotonic() > self._next_canary and ENGINE_MODEL in self.status.models:
+                self._probe = Probe(self._server)
             return True
-        how = self._reload
-        try:
-            failure = self._server.canary(ENGINE_MODEL)
-        except Hanging as error:
-            failure, how = str(error), self._restart
-        if failure is None or self._stop.is_set():
+        if probe.is_alive():
             return True
-        return self._repair(f"canary: {failure}", how)
+        well = probe.failure is None or self._repair(
+            f"canary: {probe.failure}", self._restart if probe.hanging else self._reload
+        )
+        self._rest()
+        return well
+
+    def _rest(self) -> None:
+        """Until the next canary; one that still runs is of a server that is gone."""
+        self._probe = None
+        self._next_canary = time.monotonic() + self._options.canary_interval_s
 
     def _repair(self, failure: str, how: Callable[[], None]) -> bool:
         """False when it has been tried too often; a failed repair is tried again by starting the server anew."""

@@ -61,7 +61,7 @@ def collect(client: Client, metrics_address: str | None, run_dir: Path) -> dict[
     status |= {"engine": None, "supervisor": supervisors, "problems": []}
     try:
         status["live"], status["ready"] = client.live(), client.ready()
-        models = client.models()
+        models = models_of(client, status["supervisor"])
     except VoltritonError as error:
         status["problems"].append(f"{error.code}: {error}")
         return status
@@ -84,6 +84,21 @@ def _metrics_of(address: str, supervisors: list[dict[str, Any]]) -> str:
     """Where the server's metrics are: as its supervisor says, else on Triton's default port."""
     known = (state.get("metrics") for state in supervisors if state.get("grpc") == address and state["alive"])
     return next(filter(None, known), address.rsplit(":", 1)[0] + ":8002")
+
+
+def models_of(client: Client, supervisors: list[dict[str, Any]]) -> list[ModelInfo]:
+    """The repository's list; `voltriton serve` keeps that to itself: then what it says it serves, each model asked."""
+    try:
+        return client.models()
+    except VoltritonError as error:
+        if "restricted" not in str(error):
+            raise
+    served = [name for state in supervisors if state["alive"] for name in state.get("models", [])]
+    models = []
+    for name in sorted(set(served)) or ["vllm"]:
+        ready = client.model_ready(name)
+        models.append(ModelInfo(name=name, version="", state="READY" if ready else "not ready", reason=""))
+    return models
 
 
 def _problem(model: ModelInfo) -> str:
