@@ -132,9 +132,10 @@ def test_500_clients_at_once(explicit: Server) -> None:
         stream.close()
         assert (stream.answer.error, len(stream.text.split())) == (None, 250)
     gaps = [(b - a, b) for s in steady for a, b in zip(s.times, s.times[1:], strict=False)]
-    quiet = statistics.median(gap for gap, at in gaps if began < at < flooded_at)
-    busy = statistics.median(gap for gap, at in gaps if flooded_at < at < over_at)
-    print(f"inter-token latency: {quiet * 1e3:.1f} ms alone, {busy * 1e3:.1f} ms under 500 clients, "
+    quiet = statistics.mean(gap for gap, at in gaps if began < at < flooded_at)
+    busy = statistics.mean(gap for gap, at in gaps if flooded_at < at < over_at)
+    longest = max(gap for gap, at in gaps if flooded_at < at < over_at + 1)
+    print(f"inter-token latency: {quiet * 1e3:.1f} ms alone, {busy * 1e3:.1f} ms under 500 clients (longest {longest * 1e3:.0f} ms), "
           f"flood took {over_at - flooded_at:.1f} s")  # fmt: skip
     wait_for_idle(explicit)
 
@@ -174,8 +175,9 @@ def fresh(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-def test_reloads_under_traffic(fresh: Server) -> None:
-    """20 times: old requests finish or get UNAVAILABLE, and nothing grows."""
+@pytest.mark.parametrize("times", [4, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_reloads_under_traffic(fresh: Server, times: int) -> None:
+    """Old requests finish or get UNAVAILABLE, and nothing grows."""
     explicit = fresh
     wait_for_idle(explicit)
     assert explicit.process is not None
@@ -194,7 +196,7 @@ def test_reloads_under_traffic(fresh: Server) -> None:
         client.start()
     sizes = []
     try:
-        for _ in range(20):
+        for _ in range(times):
             old = explicit.stub_pid()
             assert explicit.post("/v2/repository/models/vllm/unload", {})[0] == 200
             wait_for(lambda old=old: not Path(f"/proc/{old}").exists(), 30, "the old stub's end")
@@ -207,14 +209,14 @@ def test_reloads_under_traffic(fresh: Server) -> None:
             client.join()
     allowed = ("w " * 10, "UNAVAILABLE: ", "Request for unknown model: 'vllm'")
     assert all(outcome.startswith(allowed) for outcome in outcomes), set(outcomes)
-    assert outcomes.count("w " * 10) > 20
+    assert outcomes.count("w " * 10) > times
     fds, threads, memory, files = zip(*sizes, strict=True)
-    print(f"20 reloads: fds {fds[1]} to {fds[-1]}, threads {threads[1]} to {threads[-1]}, "
-          f"RSS {memory[1]:.0f} to {memory[-1]:.0f} MiB, files in /dev/shm {files[1]} to {files[-1]}")  # fmt: skip
-    assert fds[-1] <= max(fds[:5]) + 8
-    assert threads[-1] <= max(threads[:5]) + 4
+    print(f"{times} reloads: fds {fds[0]} to {fds[-1]}, threads {threads[0]} to {threads[-1]}, "
+          f"RSS {memory[0]:.0f} to {memory[-1]:.0f} MiB, files in /dev/shm {files[0]} to {files[-1]}")  # fmt: skip
+    assert fds[-1] <= max(fds[:2]) + 8
+    assert threads[-1] <= max(threads[:2]) + 4
     assert files[-1] == files[0]
-    assert memory[-1] < max(memory[:5]) + 30
+    assert memory[-1] < max(memory[:2]) + 30
 
 
 # Nonsense. The server must be alive after each, and say what is wrong.
