@@ -67,8 +67,10 @@ class Shape:
 
 def local_counter(path: Path) -> Count:
     """Counts by a `tokenizer.json`, special tokens included. InputError where it cannot be read."""
-    from tokenizers import Tokenizer
-
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise InputError("--tokenizer needs the package tokenizers: pip install tokenizers") from None
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
         tokenizer = Tokenizer.from_file(str(file))
