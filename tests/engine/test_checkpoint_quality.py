@@ -28,6 +28,9 @@ from voltriton.checkpoint.verify import expanded_model
 from voltriton.triton import default_root
 from wire_client import ask
 
+# The server's start is within the first test's time, and takes minutes on a busy machine.
+pytestmark = pytest.mark.timeout(900)
+
 HF = default_root() / "models" / "smollm2-hf"
 TOKENS = 32
 MOST_PERPLEXITY = 8.0
