@@ -53,7 +53,7 @@ def test_the_stub_needs_the_standard_library_and_numpy_only(path: Path) -> None:
     foreign = {name for name in tops(path) if name not in sys.stdlib_module_names}
     assert foreign <= STUB_ALLOWED | {"__future__"}
     ours = {name for name in imports(path) if name.startswith("voltriton.")}
-    assert all(name.split(".")[1] in ("errors", "settings", "wire", "stub") for name in ours)
+    assert all(name.split(".")[1] in ("errors", "processes", "settings", "wire", "stub") for name in ours)
 
 
 def test_nothing_of_ours_touches_cuda_or_vllm_when_it_is_imported() -> None:
