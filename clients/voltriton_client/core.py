@@ -37,6 +37,7 @@ _LOST = (
     "recvmsg",
     "ping timeout",
     "Cancelling all calls",
+    "Internal error from Core",  # grpc.aio, of a connection that ended without a status
 )
 
 
