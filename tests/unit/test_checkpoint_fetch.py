@@ -47,7 +47,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def run(root: Path, *argv: str) -> int:
-    return main([*argv, "--root", str(root), "--no-calib"])
+    return main([*argv, "--root", str(root)])
 
 
 def refused(capsys: pytest.CaptureFixture[str], root: Path, *argv: str) -> str:

@@ -171,7 +171,9 @@ def main(argv: list[str]) -> int:
         "--link", default="demo", metavar="NAME", help="link models/NAME to the result; default %(default)s"
     )
     p.add_argument(
-        "--no-calib", action="store_true", help="do not calibrate the named models: quicker, not as good"
+        "--calib",
+        action="store_true",
+        help="calibrate a named model on chat text: better, and minutes longer",
     )
     p.add_argument(
         "--no-16bit", action="store_true", help="do not keep the 16-bit folder (tests compare with it)"
@@ -183,7 +185,7 @@ def main(argv: list[str]) -> int:
         # Building a tokenizer from a local folder must not ask a server for anything.
         os.environ["HF_HUB_OFFLINE"] = "1"
         out = args.out.resolve() if args.out else None
-        result = prepare(args.what, root, out, not args.no_16bit, not args.no_calib)
+        result = prepare(args.what, root, out, not args.no_16bit, args.calib)
         link_model(result, root / "models" / args.link)
 
     return run_command("fetch", action)
