@@ -170,7 +170,7 @@ class Front:
             with self._lock:
                 live = list(self._live.items())
             for key, request in live:
-                if not request.responder.ended and request.sender.is_cancelled():
+                if request.responder.is_cancelled():
                     self._cancel(key, request)
 
     def _cancel(self, key: int, request: Live) -> None:

@@ -95,6 +95,8 @@ class Responder:
         self._every_token = every_token
         self._on_end = on_end
         self._lock = threading.Lock()
+        # Held in calls to Triton: after the final response the sender's other end is freed there.
+        self._calling = threading.Lock()
         self._sequences = [Sequence() for _ in range(sequences)]
         self._extra: dict[str, Any] = {}
         self._final = False
@@ -111,6 +113,11 @@ class Responder:
     @property
     def ended(self) -> bool:
         return self._closed or self._final or self._error is not None
+
+    def is_cancelled(self) -> bool:
+        """Asks Triton, a round trip; never at the same time as a send, nor once the request has ended."""
+        with self._calling:
+            return not self.ended and bool(self._sender.is_cancelled())
 
     def push(self, delta: Delta) -> bool:
         """Takes a delta; True where the request must now be queued for a sender."""
@@ -160,8 +167,9 @@ class Responder:
                 self._queued = False
                 return False
             steps, last = self._take()
-        for response, flags in steps:
-            self._sender.send(response, flags)
+        with self._calling:
+            for response, flags in steps:
+                self._sender.send(response, flags)
         self._responses += 1
         with self._lock:
             self._queued = False
