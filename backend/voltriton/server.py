@@ -35,7 +35,7 @@ from typing import Any
 from voltriton.claim import Claim, sweep
 from voltriton.errors import StartError
 from voltriton.processes import alive, command_line, descendants, die_with_parent, session, shared_memory
-from voltriton.triton import Layout, compose, default_root
+from voltriton.triton import Layout, compose, default_root, folder_arguments
 
 RESTART_WINDOW_S = 600.0
 # From the last answer to the end of the server; a response that leaked in Triton would hold it up for its whole
@@ -115,10 +115,12 @@ class Server:
         if self._claim is None:
             sweep()
             self._claim = Claim()
+        folders, cwd = folder_arguments(self._layout, self.options.repository)
         log = self.options.log.open("ab") if self.options.log else None
         try:
             self.process = subprocess.Popen(
-                self._command(models, self._claim.prefix),
+                self._command(folders, models, self._claim.prefix),
+                cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT if log else None,
@@ -132,13 +134,12 @@ class Server:
             if log is not None:
                 log.close()
 
-    def _command(self, models: list[str], region_prefix: str) -> list[str]:
+    def _command(self, folders: list[str], models: list[str], region_prefix: str) -> list[str]:
         o = self.options
         restricted = f"model-repository,shared-memory:{KEY_HEADER}={self._key}"
         return [
             str(self._layout.server),
-            f"--model-repository={o.repository.absolute()}",
-            f"--backend-directory={self._layout.backends}",
+            *folders,
             "--model-control-mode=explicit",
             *[f"--load-model={name}" for name in models],
             f"--http-address={o.address}", f"--http-port={o.http_port}",

@@ -17,6 +17,7 @@ import argparse
 import ctypes.util
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -112,6 +113,27 @@ def compose(layout: Layout) -> None:
     layout.server.parent.mkdir(exist_ok=True)
     _make_executable(layout.home / "bin" / "tritonserver")
     _link(layout.home / "bin" / "tritonserver", layout.server)
+
+
+def folder_arguments(layout: Layout, repository: Path) -> tuple[list[str], Path | None]:
+    """The options that name folders, and the folder that the server must be started in (None: any).
+
+    Triton starts a stub by a line of shell without quotes: a path with a space in it would be cut there, and the load
+    would hang. Such paths are named relative to our root, or by a link in it.
+    """
+    repository, backends, cwd = repository.absolute(), layout.backends, None
+    if not (_plain(repository) and _plain(backends)):
+        cwd, backends = layout.root, Path("backends")
+        if not _plain(repository):
+            link = Path("run") / f"repository-{digest(str(repository).encode())[:12]}"
+            layout.run.mkdir(parents=True, exist_ok=True)
+            _link(repository, layout.root / link)
+            repository = link
+    return [f"--model-repository={repository}", f"--backend-directory={backends}"], cwd
+
+
+def _plain(path: Path) -> bool:
+    return re.fullmatch(r"[\w./+:@%,=-]+", str(path)) is not None
 
 
 def _stub_script(layout: Layout, stub: Path) -> str:

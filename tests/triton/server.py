@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from voltriton.processes import command_line, descendants
-from voltriton.triton import Layout, compose, default_root
+from voltriton.triton import Layout, compose, default_root, folder_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = f"{ROOT}/tests/triton/fake_engine.py:FakeEngine"
@@ -60,10 +60,10 @@ class Server:
         self.log = log
         layout = Layout(default_root())
         compose(layout)
+        folders, self._cwd = folder_arguments(layout, repository)
         command = [
             str(layout.server),
-            f"--model-repository={repository}",
-            f"--backend-directory={layout.backends}",
+            *folders,
             "--http-address=127.0.0.1", f"--http-port={self.http}",
             "--grpc-address=127.0.0.1", f"--grpc-port={self.grpc}",
             "--metrics-address=127.0.0.1", f"--metrics-port={self.metrics}",
@@ -87,6 +87,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env=self._env,
+                cwd=self._cwd,
                 start_new_session=True,
             )
         try:

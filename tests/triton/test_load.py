@@ -95,3 +95,16 @@ def test_metrics_can_be_switched_off(explicit: tuple[Server, Path]) -> None:
     assert "REPORT_CUSTOM_METRICS is false" in server.log_text()
     server.post("/v2/repository/models/quiet/unload", {})
     wait_for(lambda: not server.children(), 15, "the stub and the host to be gone")
+
+
+def test_paths_with_spaces(tmp_path: Path) -> None:
+    """Triton starts its stub by a line of shell without quotes."""
+    from server import fake_repository
+
+    folder = tmp_path / "a folder with 'marks' and $signs"
+    folder.mkdir()
+    with Server(fake_repository(folder / "my models"), tmp_path / "log") as server:
+        code, text = server.post(
+            "/v2/models/vllm/generate", {"text_input": "a", "exclude_input_in_output": True}
+        )
+        assert (code, json.loads(text)["text_output"]) == (200, "a")
