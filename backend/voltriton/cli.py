@@ -41,7 +41,9 @@ COMMANDS = {
 def usage() -> str:
     width = max(map(len, COMMANDS))
     rows = [f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items()]
-    return "\n".join(["usage: voltriton COMMAND [options]", "", *rows, "", "voltriton COMMAND --help says more."])
+    return "\n".join(
+        ["usage: voltriton COMMAND [options]", "", *rows, "", "voltriton COMMAND --help says more."]
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

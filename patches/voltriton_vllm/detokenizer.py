@@ -11,7 +11,10 @@ MOST_UNFINISHED = 3
 
 
 def primed(
-    make_stream: Callable[..., Any], tokenizer: Any, prompt_ids: Sequence[int] | None, skip_special_tokens: bool
+    make_stream: Callable[..., Any],
+    tokenizer: Any,
+    prompt_ids: Sequence[int] | None,
+    skip_special_tokens: bool,
 ) -> Any:
     """A DecodeStream whose first step gives generated text only.
 
@@ -21,7 +24,9 @@ def primed(
     """
     ids = list(prompt_ids or ())
     unfinished = 0
-    while unfinished < min(MOST_UNFINISHED, len(ids)) and _ends_inside(tokenizer, ids[: len(ids) - unfinished]):
+    while unfinished < min(MOST_UNFINISHED, len(ids)) and _ends_inside(
+        tokenizer, ids[: len(ids) - unfinished]
+    ):
         unfinished += 1
     if unfinished and _ends_inside(tokenizer, ids[: len(ids) - unfinished]):
         # Not an unfinished character but a token that decodes to the replacement character itself.

@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "triton"), str(Path(__file__).parent)]
-
+from repository import DEMO, real_repository
 from server import Server
-from voltriton.triton import default_root
-
-DEMO = default_root() / "models" / "smollm2-nvfp4"
-
-
-def real_repository(folder: Path, model: Path, **engine_args: Any) -> Path:
-    """The product's repository with another model."""
-    shutil.copytree(ROOT / "model_repository", folder)
-    content = {"model": str(model), **engine_args, "voltriton": {"profile": "cpu"}}
-    (folder / "vllm" / "1" / "model.json").write_text(json.dumps(content))
-    return folder
 
 
 @pytest.fixture(scope="session")

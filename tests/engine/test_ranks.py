@@ -6,7 +6,7 @@ from pathlib import Path
 
 import make_tiny
 import pytest
-from conftest import real_repository
+from repository import real_repository
 from server import Server, shm_files, wait_for
 from voltriton.processes import alive, shared_memory
 from wire_client import Answer, WireClient, build

@@ -14,7 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from voltriton.processes import command_line, descendants
+from voltriton.processes import command_line, descendants, die_with_parent
 from voltriton.triton import Layout, compose, default_root, folder_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +89,8 @@ class Server:
                 env=self._env,
                 cwd=self._cwd,
                 start_new_session=True,
+                # A test run that is killed must leave nothing behind.
+                preexec_fn=die_with_parent(os.getpid()),
             )
         try:
             wait_for(lambda: self.ready() or self._ended(), self._ready_s, "the server to be ready")

@@ -1,0 +1,20 @@
+"""The product's repository with a model of the test's own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from server import ROOT
+from voltriton.triton import default_root
+
+DEMO = default_root() / "models" / "smollm2-nvfp4"
+
+
+def real_repository(folder: Path, model: Path, **engine_args: Any) -> Path:
+    shutil.copytree(ROOT / "model_repository", folder)
+    content = {"model": str(model), **engine_args, "voltriton": {"profile": "cpu"}}
+    (folder / "vllm" / "1" / "model.json").write_text(json.dumps(content))
+    return folder
