@@ -117,7 +117,7 @@ class Demo:
             print("`make serve` keeps the server up for requests of your own.", flush=True)
             return
         print(
-            f"next: .venv/bin/voltriton chat --url {grpc}\n"
+            f"next: .venv/bin/voltriton chat --server {grpc}\n"
             f"or:   curl -N http://127.0.0.1:{self._options.http_port}/v2/models/vllm/generate_stream "
             """-d '{"text_input": "Once upon a time", "stream": true, "max_tokens": 40}'\n"""
             "Ctrl-C stops the server.",

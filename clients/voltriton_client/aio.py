@@ -57,7 +57,13 @@ class AsyncClient:
         return bool((await self._ask("ModelReady", pb.ModelReadyRequest(name=model))).ready)
 
     async def models(self) -> list[ModelInfo]:
-        return core.models_of(await self._ask("RepositoryIndex", core.INDEX))
+        """As `Client.models`."""
+        try:
+            return core.models_of(await self._ask("RepositoryIndex", core.INDEX))
+        except VoltritonError as error:
+            if not core.is_restricted(error):
+                raise
+        return core.loaded_models_of(await self._ask("ModelStatistics", core.STATISTICS))
 
     async def metadata(self, model: str) -> Any:
         """The ModelMetadataResponse of a model that is ready."""

@@ -100,8 +100,13 @@ class Client:
         return bool(self._ask("ModelReady", pb.ModelReadyRequest(name=model)).ready)
 
     def models(self) -> list[ModelInfo]:
-        """What the server's repository has, ready or not."""
-        return core.models_of(self._ask("RepositoryIndex", core.INDEX))
+        """What the server's repository has, ready or not; only what is ready where the repository is restricted."""
+        try:
+            return core.models_of(self._ask("RepositoryIndex", core.INDEX))
+        except VoltritonError as error:
+            if not core.is_restricted(error):
+                raise
+        return core.loaded_models_of(self._ask("ModelStatistics", core.STATISTICS))
 
     def wait_ready(self, model: str, timeout_s: float) -> None:
         """Return once the model is ready; raise what was wrong when the time is over."""

@@ -62,6 +62,16 @@ def models_of(index: Any) -> list[ModelInfo]:
     return [ModelInfo(model.name, model.version, model.state, model.reason) for model in index.models]
 
 
+def is_restricted(error: VoltritonError) -> bool:
+    """`voltriton serve` keeps the repository's calls, the index among them, to itself."""
+    return "restricted" in str(error)
+
+
+def loaded_models_of(statistics: Any) -> list[ModelInfo]:
+    """The models of a ModelStatisticsResponse, which names those that are loaded and no others."""
+    return [ModelInfo(model.name, model.version, "READY", "") for model in statistics.model_stats]
+
+
 def stream_failure(error: Any, target: Target, request: Request, reader: ResponseReader) -> VoltritonError:
     """The exception for a stream that broke, given the grpc.RpcError."""
     code, details = code_of(error), error.details() or ""
@@ -132,6 +142,7 @@ class Router:
 LIVE = pb.ServerLiveRequest()
 READY = pb.ServerReadyRequest()
 INDEX = pb.RepositoryIndexRequest()
+STATISTICS = pb.ModelStatisticsRequest()
 
 
 def unary_failure(error: Any, target: Target) -> VoltritonError:

@@ -97,6 +97,8 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         # Requests in work now.
         self.active: set[int] = set()
         self.refuse_ready = False
+        # As behind `voltriton serve`: the calls of the repository need a key.
+        self.restricted = False
         # When set, every request is answered with this error.
         self.overload = ""
         self._pool = ThreadPoolExecutor(64)
@@ -139,9 +141,20 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         return answer
 
     def RepositoryIndex(self, request: Any, context: Any) -> Any:
+        if self.restricted:
+            # Triton's own words.
+            words = "This protocol is restricted, expecting header 'triton-grpc-protocol-voltriton-key'"
+            context.abort(grpc.StatusCode.UNAVAILABLE, words)
         answer = pb.RepositoryIndexResponse()
         for name, model in self.models.items():
             answer.models.add(name=name, version="1", state=model.state, reason=model.reason)
+        return answer
+
+    def ModelStatistics(self, request: Any, context: Any) -> Any:
+        answer = pb.ModelStatisticsResponse()
+        for name, model in self.models.items():
+            if model.state == "READY":
+                answer.model_stats.add(name=name, version="1")
         return answer
 
     def ModelInfer(self, request: Any, context: Any) -> Any:

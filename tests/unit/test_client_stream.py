@@ -412,3 +412,21 @@ def test_request_for_keeps_a_request() -> None:
 def test_public_names_are_there() -> None:
     for name in vc.__all__:
         assert hasattr(vc, name)
+
+
+def test_models_of_a_restricted_repository_are_those_that_are_loaded() -> None:
+    with FakeServer() as server, vc.Client(server.address) as client:
+        server.models["other"] = Model(state="UNAVAILABLE", reason="no weights")
+        assert [m.name for m in client.models()] == ["vllm", "chat", "other"]
+        server.restricted = True
+        assert [(m.name, m.ready) for m in client.models()] == [("vllm", True), ("chat", True)]
+
+
+def test_models_of_a_restricted_repository_asynchronously() -> None:
+    async def names(address: str) -> list[str]:
+        async with vc.AsyncClient(address) as client:
+            return [model.name for model in await client.models()]
+
+    with FakeServer() as server:
+        server.restricted = True
+        assert asyncio.run(names(server.address)) == ["vllm", "chat"]

@@ -87,18 +87,11 @@ def _metrics_of(address: str, supervisors: list[dict[str, Any]]) -> str:
 
 
 def models_of(client: Client, supervisors: list[dict[str, Any]]) -> list[ModelInfo]:
-    """The repository's list; `voltriton serve` keeps that to itself: then what it says it serves, each model asked."""
-    try:
-        return client.models()
-    except VoltritonError as error:
-        if "restricted" not in str(error):
-            raise
-    served = [name for state in supervisors if state["alive"] for name in state.get("models", [])]
-    models = []
-    for name in sorted(set(served)) or ["vllm"]:
-        ready = client.model_ready(name)
-        models.append(ModelInfo(name=name, version="", state="READY" if ready else "not ready", reason=""))
-    return models
+    """The server's list, and what `voltriton serve` says that it serves beside it, which is then not loaded."""
+    models = client.models()
+    known = {model.name for model in models}
+    served = {name for state in supervisors if state["alive"] for name in state.get("models", [])}
+    return models + [ModelInfo(name, "", "not loaded", "") for name in sorted(served - known)]
 
 
 def _problem(model: ModelInfo) -> str:
