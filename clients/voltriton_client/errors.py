@@ -130,7 +130,7 @@ BY_CODE: dict[str, type[VoltritonError]] = {
 _CODE = re.compile(
     r"^(?:in ensemble '[^']*', )*(?:Failed to process the request\(s\)[^:]*: )?([A-Z_]{5,20}): (.*)$", re.S
 )
-_UNKNOWN_MODEL = re.compile(r"unknown model:? '([^']+)'(.*)", re.I | re.S)
+_UNKNOWN_MODEL = re.compile(r"unknown model:? '([^']*)'(.*)", re.I | re.S)
 _UNARY_HINT = (
     "the model streams (decoupled): use stream() or generate(), which go over the gRPC stream; over HTTP "
     "POST /v2/models/MODEL/generate_stream, or /generate with stream false; for plain infer use the model "
@@ -164,6 +164,12 @@ def is_of_contract(text: str) -> bool:
 
 def _unknown_model(match: re.Match[str], request_id: str) -> VoltritonError:
     model, rest = match.groups()
+    if not model:
+        # Every request of ours names its model: Triton answers so for one that it could not read to the end, seen
+        # when the server was being stopped.
+        return Unavailable(
+            "the server did not take the request in whole; nothing was started, send it again", request_id
+        )
     if "no available versions" in rest or "not ready" in rest:
         return ModelNotReady(
             f"model {model!r} is not ready (loading, failed or unloaded): `voltriton status` says which; "

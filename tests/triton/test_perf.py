@@ -149,7 +149,13 @@ def test_ctrl_c_keeps_what_is_done(server: Server, tmp_path: Path) -> None:
         *options(server, tmp_path, *words, "--tool", "client"),
     ]
     before = server.metric("vllm:generation_tokens_total")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A job in the background of a shell would inherit that it ignores Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         # Prompts are counted without generating: tokens come from the load alone.
         wait_for(lambda: server.metric("vllm:generation_tokens_total") > before + 200, 90, "load")

@@ -13,6 +13,7 @@ import grpc
 import pytest
 import voltriton_client as vc
 from kserve import OFFICIAL_INPUTS, FakeServer, Model
+from voltriton_client.errors import from_text
 from voltriton_client.request import request_for
 
 
@@ -430,3 +431,9 @@ def test_models_of_a_restricted_repository_asynchronously() -> None:
     with FakeServer() as server:
         server.restricted = True
         assert asyncio.run(names(server.address)) == ["vllm", "chat"]
+
+
+def test_a_request_that_triton_could_not_read_is_one_to_send_again() -> None:
+    error = from_text("Request for unknown model: '' is not found", "id")
+    assert isinstance(error, vc.Unavailable)
+    assert isinstance(from_text("Request for unknown model: 'x' is not found", "id"), vc.ModelNotFound)
