@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import types
 import typing
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +211,3 @@ def load_loras(version_folder: Path, enabled: Any) -> dict[str, str]:
     loras = read_object(path)
     _check_strings(loras, str(path))
     return {name: resolve(target, version_folder) for name, target in loras.items()}
-
-
-def setting_names() -> list[str]:
-    return [f.name for f in fields(Settings)]

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 VERSION = 1
@@ -55,7 +55,11 @@ class Generation:
     render_only: bool = False
 
     def frame(self) -> list[Any]:
-        return ["submit", asdict(self)]
+        # Not `asdict`: it copies every token id of a prompt, on the thread that Triton waits for.
+        return ["submit", {name: getattr(self, name) for name in _GENERATION_FIELDS}]
+
+
+_GENERATION_FIELDS = tuple(item.name for item in fields(Generation))
 
 
 @dataclass(slots=True)

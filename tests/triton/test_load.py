@@ -108,3 +108,15 @@ def test_paths_with_spaces(tmp_path: Path) -> None:
             "/v2/models/vllm/generate", {"text_input": "a", "exclude_input_in_output": True}
         )
         assert (code, json.loads(text)["text_output"]) == (200, "a")
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_prompts_are_in_the_log_only_when_asked_for(explicit: tuple[Server, Path], asked: bool) -> None:
+    server, repository = explicit
+    add(repository, {}, log_prompts=asked)
+    assert load(server)[0] == 200
+    secret = f"secret-words-{asked}"
+    assert server.post("/v2/models/m/generate", {"text_input": secret, "request_id": "one"})[0] == 200
+    server.post("/v2/repository/models/m/unload", {})
+    wait_for(lambda: not server.children(), 15, "the stub and the host to be gone")
+    assert (secret in server.log_text()) is asked

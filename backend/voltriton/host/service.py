@@ -61,6 +61,9 @@ class Service:
         return len(self._tasks)
 
     def submit(self, generation: Generation) -> None:
+        if self._settings.log_prompts:
+            prompt = generation.prompts or generation.input_ids or generation.chat or generation.embedding
+            print(f"[vllm] request {generation.id}: {json.dumps(prompt, ensure_ascii=False)}", flush=True)
         task = asyncio.get_running_loop().create_task(self._run(generation), name=generation.id)
         self._tasks[generation.key] = task
         task.add_done_callback(lambda done: self._tasks.pop(generation.key, None))

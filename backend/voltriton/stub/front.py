@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import threading
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from voltriton.errors import Cancelled, InternalError, Unavailable, VoltritonError, from_name
@@ -23,9 +23,7 @@ from voltriton.stub.link import Callbacks, Launch, Link, State
 from voltriton.stub.metrics import Metrics
 from voltriton.stub.request import Parsed, parse
 from voltriton.stub.responder import Responder, SenderPool
-from voltriton.wire import Delta, Generation
-
-_FIELDS = tuple(field.name for field in fields(Generation))
+from voltriton.wire import Delta
 
 
 @dataclass(slots=True)
@@ -80,8 +78,7 @@ class Front:
         with self._lock:
             self._live[key] = live
         try:
-            # Not `asdict`: it copies each of a long prompt's token ids, on the thread that Triton waits for.
-            self._link.send(["submit", {name: getattr(parsed.generation, name) for name in _FIELDS}])
+            self._link.send(parsed.generation.frame())
         except VoltritonError as error:
             self._end(key, error)
         except ValueError as error:
