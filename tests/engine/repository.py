@@ -13,8 +13,10 @@ from voltriton.triton import default_root
 DEMO = default_root() / "models" / "smollm2-nvfp4"
 
 
-def real_repository(folder: Path, model: Path, **engine_args: Any) -> Path:
+def real_repository(
+    folder: Path, model: Path, settings: dict[str, Any] | None = None, **engine_args: Any
+) -> Path:
     shutil.copytree(ROOT / "model_repository", folder)
-    content = {"model": str(model), **engine_args, "voltriton": {"profile": "cpu"}}
+    content = {"model": str(model), **engine_args, "voltriton": {"profile": "cpu", **(settings or {})}}
     (folder / "vllm" / "1" / "model.json").write_text(json.dumps(content))
     return folder
