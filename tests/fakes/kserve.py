@@ -101,7 +101,8 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.restricted = False
         # When set, every request is answered with this error.
         self.overload = ""
-        self._pool = ThreadPoolExecutor(64)
+        # A stream of a client that left keeps its thread until its script ends: many must fit beside each other.
+        self._pool = ThreadPoolExecutor(512)
         self._server = grpc.server(self._pool, options=options or [])
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
         if credentials:
