@@ -1,6 +1,6 @@
 """The soak program against a server with the scripted engine: half a minute, or two.
 
-Not part of `make test` yet: in one of six runs it found a request that Triton 24.10 answered wrongly while it was being
+Not part of `make test` yet: in two of six runs it found a request that Triton 24.10 answered wrongly while it was being
 stopped or had just crashed, which is a fault to find (docs/operations.md), not one to let pass or to block on.
 """
 
