@@ -8,10 +8,9 @@ import os
 import signal
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
-from voltriton.server import state_file
+from voltriton.server import read_metric, state_file
 from voltriton.triton import default_root
 
 
@@ -44,6 +43,4 @@ def main(argv: list[str]) -> int:
 
 
 def _open(metrics: str) -> int:
-    with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=5) as response:
-        lines = response.read().decode().splitlines()
-    return sum(int(float(x.rpartition(" ")[2])) for x in lines if x.startswith("voltriton:requests_open{"))
+    return int(read_metric(metrics, "voltriton:requests_open", timeout_s=5.0))

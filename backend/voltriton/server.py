@@ -255,10 +255,8 @@ class Server:
 
     def metric(self, name: str) -> float:
         """Sum over all labels; 0 where the metrics cannot be read."""
-        url = f"http://{self.options.address}:{self.options.metrics_port}/metrics"
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2.0) as response:
-            lines = response.read().decode().splitlines()
-            return sum(float(x.rpartition(" ")[2]) for x in lines if x.startswith(name + "{"))
+        with contextlib.suppress(OSError):
+            return read_metric(f"{self.options.address}:{self.options.metrics_port}", name, timeout_s=2.0)
         return 0.0
 
     def drain(self) -> None:
@@ -506,6 +504,13 @@ class Supervisor:
         with contextlib.suppress(OSError, ValueError):
             if json.loads(self._status_file.read_text())["pid"] == os.getpid():
                 self._status_file.unlink()
+
+
+def read_metric(address: str, name: str, timeout_s: float) -> float:
+    """A metric of a running server, summed over all labels. OSError where the metrics cannot be read."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=timeout_s) as response:
+        lines = response.read().decode().splitlines()
+    return sum(float(x.rpartition(" ")[2]) for x in lines if x.startswith(name + "{"))
 
 
 def repository_models(repository: Path) -> list[str]:

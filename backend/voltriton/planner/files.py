@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from voltriton.errors import InvalidArgument
+from voltriton.settings import read_object
+
 # A header is JSON of some hundred bytes a tensor; 512 MiB is beyond any real one.
 _MAX_HEADER = 512 << 20
 BYTES = {
@@ -124,18 +127,9 @@ def _quantization(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise PlanError(f"{path} is missing") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} cannot be read: {error}") from None
-    except json.JSONDecodeError as error:
-        raise PlanError(
-            f"{path} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
-        ) from None
-    if not isinstance(value, dict):
-        raise PlanError(f"{path}: got {type(value).__name__}, a JSON object is needed")
-    return value
+        return read_object(path)
+    except InvalidArgument as error:
+        raise PlanError(str(error)) from None
 
 
 def _optional_json(path: Path) -> dict[str, Any] | None:

@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from voltriton.errors import Cancelled, InternalError, Unavailable, VoltritonError, from_name
@@ -26,15 +25,6 @@ from voltriton.stub.responder import Responder, SenderPool
 from voltriton.wire import Delta
 
 
-@dataclass(slots=True)
-class Live:
-    """A request that has not ended: what to poll, and where its answer goes."""
-
-    sender: Any
-    responder: Responder
-    id: str
-
-
 class Front:
     """One model instance."""
 
@@ -43,11 +33,11 @@ class Front:
         self._settings = model.settings
         self._metrics = metrics
         self._keys = itertools.count(1)
-        self._live: dict[int, Live] = {}
+        self._live: dict[int, Responder] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._pool = SenderPool(model.settings.sender_threads, self._warn)
-        self._link = Link(launch, Callbacks(self._on_frame, self._on_down, self._log, self._on_state))
+        self._link = Link(launch, Callbacks(self._on_frame, self._on_down, self._info, self._on_state))
         self._poller = threading.Thread(target=self._poll, name="voltriton-poll", daemon=True)
 
     def start(self) -> None:
@@ -74,9 +64,9 @@ class Front:
     def _submit(self, key: int, sender: Any, parsed: Parsed) -> None:
         if self._stopping.is_set():
             raise Unavailable("the model is being unloaded")
-        live = Live(sender, self._responder(key, sender, parsed), parsed.generation.id)
+        responder = self._responder(key, sender, parsed)
         with self._lock:
-            self._live[key] = live
+            self._live[key] = responder
         try:
             self._link.send(parsed.generation.frame())
         except VoltritonError as error:
@@ -119,9 +109,9 @@ class Front:
 
     def _end(self, key: int, error: VoltritonError) -> None:
         with self._lock:
-            live = self._live.get(key)
-        if live is not None and live.responder.fail(error):
-            self._pool.queue([live.responder])
+            responder = self._live.get(key)
+        if responder is not None and responder.fail(error):
+            self._pool.queue([responder])
 
     def _ended(self, key: int, outcome: str) -> None:
         with self._lock:
@@ -142,9 +132,9 @@ class Front:
         for row in rows:
             delta = Delta(*row)
             # Without the lock: a dict read is atomic, and this is the hottest line of the stub.
-            live = self._live.get(delta.key)
-            if live is not None and live.responder.push(delta):
-                due.append(live.responder)
+            responder = self._live.get(delta.key)
+            if responder is not None and responder.push(delta):
+                due.append(responder)
         self._pool.queue(due)
 
     def _on_down(self, error: Unavailable) -> None:
@@ -166,11 +156,11 @@ class Front:
         while not self._stopping.wait(self._settings.poll_interval_ms / 1000):
             with self._lock:
                 live = list(self._live.items())
-            for key, request in live:
-                if request.responder.is_cancelled():
-                    self._cancel(key, request)
+            for key, responder in live:
+                if responder.is_cancelled():
+                    self._cancel(key)
 
-    def _cancel(self, key: int, request: Live) -> None:
+    def _cancel(self, key: int) -> None:
         # These two lines are the official backend's; its users' tools look for them.
         self._info("[vllm] Cancelling the request")
         with contextlib.suppress(VoltritonError):  # the engine may be gone, and its requests with it
@@ -189,9 +179,6 @@ class Front:
         self._pool.stop(5.0)
         if self._poller.is_alive():
             self._poller.join(5.0)
-
-    def _log(self, line: str) -> None:
-        self._info(line)
 
     def _info(self, line: str) -> None:
         self._pb.Logger.log_info(line)
