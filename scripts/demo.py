@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 from voltriton.checkpoint import fetch
-from voltriton.server import Options, Supervisor
+from voltriton.server import Options
+from voltriton.supervisor import Supervisor
 from voltriton.triton import default_root
 from voltriton_client import Client, VoltritonError
 

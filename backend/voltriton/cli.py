@@ -18,7 +18,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "serve": Command("voltriton.server", "start tritonserver with a model repository and look after it"),
+    "serve": Command("voltriton.supervisor", "start tritonserver with a model repository and look after it"),
     "drain": Command("voltriton.drain", "refuse new requests, wait for the open ones (for preStop hooks)"),
     "status": Command("voltriton_client.commands.status", "say whether server, models and engine are well"),
     "chat": Command("voltriton_client.commands.chat", "talk to a model"),

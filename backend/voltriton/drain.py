@@ -10,7 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from voltriton.server import read_metric, state_file
+from voltriton.server import read_metric
+from voltriton.supervisor import state_file
 from voltriton.triton import default_root
 
 

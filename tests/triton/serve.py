@@ -13,7 +13,7 @@ from typing import Any
 
 from server import Server, free_ports, wait_for
 from voltriton.processes import alive, descendants, shared_memory
-from voltriton.server import state_file
+from voltriton.supervisor import state_file
 from voltriton.triton import default_root
 
 

@@ -59,7 +59,7 @@ def test_the_stub_needs_the_standard_library_and_numpy_only(path: Path) -> None:
 def test_nothing_of_ours_touches_cuda_or_vllm_when_it_is_imported() -> None:
     """Ranks are started by spawn, but a context made by an import would still sit on GPU 0 (C083)."""
     code = (
-        "import sys, voltriton.server, voltriton.host.main, voltriton.host.vllm_engine.engine, voltriton.cli;"
+        "import sys, voltriton.supervisor, voltriton.host.main, voltriton.host.vllm_engine.engine, voltriton.cli;"
         "print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
