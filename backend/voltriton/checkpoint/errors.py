@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+# What helps against a file that is not as its maker left it; it is the user's, so nobody is told to delete it.
+FETCH_AGAIN = "fetch or copy it again"
+
 
 class CheckpointError(Exception):
     """Bad input, a full disk, or no network: what a user can see and mend. Always one line."""

@@ -50,14 +50,14 @@ class Places:
 
 
 def usable(folder: Path) -> bool:
-    """Whether a model is there. A damaged one raises: it is the user's to look at and delete."""
+    """Whether a model that this command makes is there. A damaged one raises, and is left for the user to see."""
     if not folder.is_dir():
         return False
     try:
         read_config(folder)
         read_folder(folder)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; delete {folder} and run again") from None
+        raise CheckpointError(f"{error}; to have it made anew, move {folder} away and run again") from None
     return True
 
 
@@ -75,7 +75,7 @@ def prepare(what: str, root: Path, out: Path | None, keep_16bit: bool, calibrate
     if path.is_file():
         return _prepare_gguf(places, keep_16bit, path)
     if nvfp4_rule(quantisation_of(path, read_config(path))) is not None:
-        usable(path)
+        read_folder(path)
         print(f"{path} is an NVFP4 checkpoint: used as it is")
         return path.resolve()
     return _quantised(places, path)
@@ -148,7 +148,7 @@ def _remove(folder: Path) -> None:
 def link_model(result: Path, link: Path) -> None:
     """Point `link` at the model, atomically; only a link is ever replaced."""
     if link.exists() and not link.is_symlink():
-        raise CheckpointError(f"{link} is there and no link: delete or rename it")
+        raise CheckpointError(f"{link} is there and no link: rename it, or give another name with --link")
     link.parent.mkdir(parents=True, exist_ok=True)
     temp = link.with_name(f".{link.name}.{os.getpid()}")
     temp.symlink_to(os.path.relpath(result.resolve(), link.parent.resolve()))

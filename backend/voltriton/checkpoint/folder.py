@@ -28,7 +28,7 @@ SPARE_BYTES = 64 << 20
 def check_output(out: Path) -> None:
     """Refuse an output that would overwrite something."""
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise CheckpointError(f"{out} is there already and not empty: delete it or name another folder")
+        raise CheckpointError(f"{out} is there already and not empty: name another folder")
 
 
 def check_free_disk(where: Path, need_bytes: int, what: str) -> None:
@@ -136,6 +136,15 @@ class ModelFolder:
             self._pending_bytes += sum(self._sizes[n] for n in names)
             if self._pending_bytes >= SYNC_BYTES:
                 self._checkpoint()
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor that was written, by this run or one before."""
+        return self._home[name].read(name)
+
+    def save(self) -> None:
+        """Put all finished tensors on the disk now: for work that takes longer than writing it does."""
+        with self._lock:
+            self._checkpoint()
 
     def _checkpoint(self) -> None:
         for file in self._files:

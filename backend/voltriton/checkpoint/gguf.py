@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from voltriton.checkpoint.errors import CheckpointError, run_command
+from voltriton.checkpoint.errors import FETCH_AGAIN, CheckpointError, run_command
 from voltriton.checkpoint.folder import ModelFolder, check_output
 from voltriton.checkpoint.gguf_config import check_family, config_of, generation_config, hf_name
 from voltriton.checkpoint.gguf_tokenizer import build_tokenizer
@@ -61,7 +61,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[Any]]
             reader = GGUFReader(str(part))
         except (ValueError, IndexError, KeyError, OverflowError, MemoryError, AssertionError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise CheckpointError(f"{part}: not a GGUF file, or cut off: {reason}") from error
+            raise CheckpointError(f"{part}: not a GGUF file, or cut off ({reason}): {FETCH_AGAIN}") from error
         readers.append(reader)
         meta = meta or {key: field.contents() for key, field in reader.fields.items()}
         for t in reader.tensors:

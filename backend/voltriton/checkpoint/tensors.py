@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from voltriton.checkpoint.errors import CheckpointError
+from voltriton.checkpoint.errors import FETCH_AGAIN, CheckpointError
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -76,7 +76,9 @@ class Stored:
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.start + offset)
             if nbytes and file.readinto(buffer) != nbytes:
-                raise CheckpointError(f"{self.path}: the file ends inside tensor {self.spec.name}")
+                raise CheckpointError(
+                    f"{self.path}: the file ends inside tensor {self.spec.name}: {FETCH_AGAIN}"
+                )
         return torch.frombuffer(buffer, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
 
 
@@ -87,13 +89,17 @@ def read_header(path: Path) -> dict[str, Stored]:
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(f"{path}: not a safetensors file, or cut off (header of {length} bytes)")
+            raise CheckpointError(
+                f"{path}: not a safetensors file, or cut off (header of {length} bytes): {FETCH_AGAIN}"
+            )
         try:
             header = json.loads(file.read(length))
         except ValueError as error:
-            raise CheckpointError(f"{path}: the safetensors header is damaged ({error})") from None
+            raise CheckpointError(
+                f"{path}: the safetensors header is damaged ({error}): {FETCH_AGAIN}"
+            ) from None
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: the safetensors header is damaged (no JSON object)")
+        raise CheckpointError(f"{path}: the safetensors header is damaged (no JSON object): {FETCH_AGAIN}")
     return {n: _entry(path, n, row, 8 + length, size) for n, row in header.items() if n != "__metadata__"}
 
 
@@ -109,7 +115,9 @@ def _entry(path: Path, name: str, row: object, base: int, size: int) -> Stored:
     if not numbers or end - begin != spec.nbytes:
         raise CheckpointError(f"{path}: the header entry of {name} is damaged (shape and offsets disagree)")
     if base + end > size:
-        raise CheckpointError(f"{path}: cut off: {name} ends at byte {base + end}, the file has {size}")
+        raise CheckpointError(
+            f"{path} is incomplete, cut off at byte {size}, where {name} ends at {base + end}: {FETCH_AGAIN}"
+        )
     return Stored(spec, path, base + begin)
 
 
@@ -119,8 +127,11 @@ class FileWriter:
     def __init__(self, path: Path, specs: Iterable[Spec]):
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
+        self._path = path
         self._start: dict[str, int] = {}
+        self._specs: dict[str, Spec] = {}
         for spec in specs:
+            self._specs[spec.name] = spec
             header[spec.name] = {
                 "dtype": DTYPE_NAMES[spec.dtype],
                 "shape": list(spec.shape),
@@ -142,6 +153,9 @@ class FileWriter:
         while view:
             done = os.pwrite(self._fd, view, at)
             view, at = view[done:], at + done
+
+    def read(self, name: str) -> torch.Tensor:
+        return Stored(self._specs[name], self._path, self._start[name]).rows()
 
     def sync(self) -> None:
         os.fdatasync(self._fd)
