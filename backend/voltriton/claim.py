@@ -54,8 +54,10 @@ class Claim:
         return _clean(self.prefix, self._noted)
 
     def release(self) -> None:
+        """Where a process that does not end has something mapped still, the claim stays for the next start's sweep."""
         self.clean()
-        self._file.unlink(missing_ok=True)
+        if not _existing(self.prefix, self._noted):
+            self._file.unlink(missing_ok=True)
         os.close(self.fd)
 
 
@@ -75,15 +77,21 @@ def _sweep(file: Path) -> list[str]:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return []
-        removed = _clean(f"voltriton-{file.name.removesuffix(SUFFIX)}-", claim.read().split("\n")[:-1])
-        file.unlink(missing_ok=True)
+        prefix, noted = f"voltriton-{file.name.removesuffix(SUFFIX)}-", claim.read().split("\n")[:-1]
+        removed = _clean(prefix, noted)
+        if not _existing(prefix, noted):
+            file.unlink(missing_ok=True)
         return removed
 
 
 def _clean(prefix: str, noted: Iterable[str]) -> list[str]:
+    return remove_shared_memory(_existing(prefix, noted))
+
+
+def _existing(prefix: str, noted: Iterable[str]) -> set[str]:
     # A name with a slash would lead out of the folder: the file may have been written by anybody.
-    names = {name for name in noted if name and "/" not in name}
-    return remove_shared_memory(names | {path.name for path in SHARED_MEMORY.glob(f"{prefix}*")})
+    names = {name for name in noted if name and "/" not in name and (SHARED_MEMORY / name).exists()}
+    return names | {path.name for path in SHARED_MEMORY.glob(f"{prefix}*")}
 
 
 def check_room() -> None:

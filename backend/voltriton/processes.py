@@ -14,6 +14,8 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SHARED_MEMORY = Path("/dev/shm")
+# How long Python's resource trackers have to unlink what killed processes left, before they are killed as well.
+TRACKER_S = 2.0
 
 
 def die_with_parent(parent: int) -> Callable[[], None]:
@@ -91,6 +93,34 @@ def session(leader: int) -> list[int]:
         if fields is not None and int(fields[3]) == leader and fields[0] not in "ZX":
             found.append(int(entry.name))
     return found
+
+
+def kill(pids: Iterable[int], trackers: bool = False) -> None:
+    """SIGKILL.
+
+    The resource trackers of Python's multiprocessing are spared unless asked for: when the last process that used one
+    is gone, it unlinks the semaphores and the memory that were left in /dev/shm, and ends by itself.
+    """
+    for pid in pids:
+        if trackers or not is_tracker(pid):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def kill_all(find: Callable[[], Iterable[int]], timeout_s: float) -> set[int]:
+    """SIGKILL for what `find` finds, until it finds nothing that lives; returns what is left when the time is over."""
+    began = time.monotonic()
+    while left := {pid for pid in find() if alive(pid)}:
+        waited_s = time.monotonic() - began
+        if waited_s > timeout_s:
+            break
+        kill(left, trackers=waited_s > TRACKER_S)
+        time.sleep(0.02)
+    return left
+
+
+def is_tracker(pid: int) -> bool:
+    return "from multiprocessing.resource_tracker import main" in command_line(pid)
 
 
 def shared_memory(pids: Iterable[int]) -> set[str]:

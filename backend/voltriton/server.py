@@ -18,10 +18,20 @@ from typing import Any
 
 from voltriton.claim import Claim, sweep
 from voltriton.errors import StartError
-from voltriton.processes import alive, command_line, descendants, die_with_parent, session, shared_memory
+from voltriton.processes import (
+    alive,
+    command_line,
+    descendants,
+    die_with_parent,
+    kill_all,
+    session,
+    shared_memory,
+)
 from voltriton.triton import Layout, compose, folder_arguments
 
 KEY_HEADER = "voltriton-key"
+# For the end of killed processes; one that is stuck in a driver takes longer, and is not waited for.
+KILL_S = 5.0
 # The model that the supervisor asks and repairs; all others of the repository are loaded too.
 ENGINE_MODEL = "vllm"
 
@@ -225,36 +235,35 @@ class Server:
 
     def kill(self) -> None:
         """The server and all below it, at once."""
+        self._end(0.0)
+
+    def stop(self, timeout_s: float) -> int:
+        """SIGTERM, and SIGKILL when the time is over; returns the exit status. Nothing below the server lives after."""
+        return self._end(timeout_s)
+
+    def _end(self, timeout_s: float) -> int:
         if self.process is None:
-            return
+            return 0
+        self.note_shared_memory()
         below = self.children()
+        if timeout_s > 0:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout_s)
         self.process.kill()
         self.process.wait()
-        deadline = time.monotonic() + 5.0
-        while below and time.monotonic() < deadline:
-            for pid in below:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            below = [pid for pid in {*below, *self.children()} if alive(pid)]
+        # Also after an orderly end: a server whose exit timeout is over leaves its children, and what they have mapped
+        # could not be removed.
+        kill_all(lambda: {*below, *self.children()}, KILL_S)
         if self._claim is not None:
             self._claim.clean()
+        return self.process.returncode
 
     def release(self) -> None:
         """After the end: nothing of the server stays in /dev/shm."""
         if self._claim is not None:
             self._claim.release()
             self._claim = None
-
-    def stop(self, timeout_s: float) -> int:
-        """SIGTERM, and SIGKILL when the time is over; returns the exit status."""
-        if self.process is None:
-            return 0
-        if self.process.poll() is None:
-            self.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return self.process.wait(timeout_s)
-            self.kill()
-        return self.process.returncode
 
 
 def read_metric(address: str, name: str, timeout_s: float) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from voltriton.processes import end_with_parent
 from voltriton.stub.contract import INPUTS, OUTPUTS
 
 TARGET = "vllm"
@@ -43,11 +44,23 @@ def failed(error: Any) -> Any:
     return pb_utils.InferenceResponse(error=error)
 
 
-class ChatTemplateModel:
-    """`messages` -> `input_ids`, by the engine's own renderer and the model's own template."""
+class CallingModel:
+    """A stub that waits in a call never ends by itself when its server is killed."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        end_with_parent()
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
+
+    @staticmethod
+    def _answer(request: Any) -> Any:
+        """The one response to a request."""
+        raise NotImplementedError
+
+
+class ChatTemplateModel(CallingModel):
+    """`messages` -> `input_ids`, by the engine's own renderer and the model's own template."""
 
     @staticmethod
     def _answer(request: Any) -> Any:
@@ -61,7 +74,7 @@ class ChatTemplateModel:
         return failed(pb_utils.TritonError("INTERNAL: the vllm model gave no answer"))
 
 
-class GenerateModel:
+class GenerateModel(CallingModel):
     """The `vllm` model for clients that know only one request, one response (ModelInfer, HTTP /infer)."""
 
     @staticmethod
@@ -77,9 +90,6 @@ class GenerateModel:
             )
         auto_complete_model_config.set_max_batch_size(0)
         return auto_complete_model_config
-
-    def execute(self, requests: list[Any]) -> list[Any]:
-        return [self._answer(request) for request in requests]
 
     @staticmethod
     def _answer(request: Any) -> Any:

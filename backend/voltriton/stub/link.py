@@ -22,7 +22,7 @@ from enum import Enum
 from typing import IO, Any
 
 from voltriton.errors import StartError, Unavailable
-from voltriton.processes import descendants, remove_shared_memory, session, shared_memory
+from voltriton.processes import descendants, kill, kill_all, remove_shared_memory, session, shared_memory
 from voltriton.wire import VERSION, Decoder, encode
 
 RESTART_WINDOW_S = 600.0
@@ -143,9 +143,7 @@ class Host:
     def end_processes(self) -> int | None:
         """SIGKILL for the host and all its children; its exit status, None where it has not ended within a second."""
         self.note_shared_memory()
-        for pid in self._processes():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        kill(self._processes())
         # A process that is stuck in a driver does not even end by SIGKILL: nobody may wait for that.
         self.wait(1.0)
         return self.process.returncode
@@ -155,11 +153,9 @@ class Host:
 
         Returns what is still there when the time is over.
         """
-        deadline = time.monotonic() + timeout_s
         self.end_processes()
-        while (left := self._processes()) and time.monotonic() < deadline:
-            self.end_processes()
-            time.sleep(0.02)
+        left = kill_all(self._processes, timeout_s)
+        self.wait(0.0)
         self._pump.join(2.0)
         self._socket.close()
         remove_shared_memory(self._shared_memory)
