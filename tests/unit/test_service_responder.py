@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import fake_pb as pb
@@ -153,3 +154,57 @@ def test_each_request_keeps_its_order_and_gets_one_end(threads: int) -> None:
         assert "".join(t for row in texts(sender) for t in row) == "".join(f"{i}," for i in range(200))
         assert [flags for _, flags in sender.sent].count(1) == 1
     assert len(ended) == 20
+
+
+class SlowSender(pb.Sender):
+    """A send that takes as long as Triton's on a busy machine."""
+
+    def send(self, response: pb.InferenceResponse | None = None, flags: int = 0) -> None:
+        time.sleep(0.002)
+        super().send(response, flags)
+
+
+def stream(responder: Responder, pool: SenderPool, deltas: int, pause_s: float) -> None:
+    for i in range(deltas):
+        pool.queue([responder] if responder.push(Delta(1, text=f"{i},", num_tokens=1)) else [], 1)
+        time.sleep(pause_s)
+
+
+def counts(sender: pb.Sender) -> list[int]:
+    return [r.outputs["num_output_tokens"][0] for r, _ in sender.sent if r is not None]
+
+
+def test_busy_senders_take_two_tokens_a_response_and_lose_none() -> None:
+    pool = SenderPool(1, lambda fault: pytest.fail(fault))
+    sender = SlowSender()
+    responder = make(sender, wants=["num_output_tokens"])
+    # One response for each delta would keep the sender busy for 2 of 2.2 ms.
+    stream(responder, pool, 300, 0.0022)
+    pool.stop(5)
+    sent = counts(sender)
+    assert sent[0] == 1
+    assert sum(sent[-40:]) > 1.3 * 40
+    assert sum(sent) == 300
+
+
+def test_senders_at_ease_send_each_token_at_once() -> None:
+    pool = SenderPool(1, lambda fault: pytest.fail(fault))
+    sender = SlowSender()
+    responder = make(sender, wants=["num_output_tokens"])
+    stream(responder, pool, 40, 0.02)
+    pool.stop(5)
+    assert counts(sender).count(1) >= 20
+
+
+def test_a_held_token_does_not_wait_for_a_second_one_for_long() -> None:
+    pool = SenderPool(1, lambda fault: pytest.fail(fault))
+    sender = SlowSender()
+    responder = make(sender, wants=["num_output_tokens"])
+    stream(responder, pool, 200, 0.0022)
+    time.sleep(SenderPool.HOLD_S * 2)
+    stream(responder, pool, 1, 0)
+    deadline = time.monotonic() + 5
+    while sum(counts(sender)) < 201 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert sum(counts(sender)) == 201
+    pool.stop(5)

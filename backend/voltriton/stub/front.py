@@ -135,7 +135,7 @@ class Front:
             responder = self._live.get(delta.key)
             if responder is not None and responder.push(delta):
                 due.append(responder)
-        self._pool.queue(due)
+        self._pool.queue(due, len(rows))
 
     def _on_down(self, error: Unavailable) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -104,6 +104,8 @@ class Responder:
         self._queued = False
         self._closed = False
         self._responses = 0
+        # Deltas that the next response will take with it.
+        self.waiting = 0
 
     @property
     def urgent(self) -> bool:
@@ -127,6 +129,7 @@ class Responder:
             if delta.index >= len(self._sequences):
                 self._sequences += [Sequence() for _ in range(delta.index + 1 - len(self._sequences))]
             self._sequences[delta.index].add(delta)
+            self.waiting += 1
             if delta.extra:
                 self._merge_extra(delta.extra)
             self._final = delta.final
@@ -198,6 +201,7 @@ class Responder:
 
     def _take(self) -> tuple[list[tuple[Any, int]], bool]:
         final_flag = self._pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        self.waiting = 0
         if self._error is None:
             return [(self._response(), final_flag if self._final else 0)], self._final
         steps: list[tuple[Any, int]] = []
@@ -284,14 +288,31 @@ def dump(value: Any) -> str:
 
 
 class SenderPool:
-    """Threads that send; a request is in the queue at most once, urgent ones first."""
+    """Threads that send; a request is in the queue at most once, urgent ones first.
+
+    A response costs the same however many tokens it holds. Once one for every delta would keep the senders busy
+    for more than `BUSY` of the time, each but the urgent ones waits for a second delta (`HOLD_S` at most), until
+    the load is below `CALM`.
+    """
+
+    BUSY = 0.85
+    CALM = 0.4
+    HOLD_S = 0.02
+    # The load is looked at so often.
+    WINDOW_S = 0.1
 
     def __init__(self, threads: int, on_fault: Callable[[str], None]) -> None:
         self._urgent: deque[Responder] = deque()
         self._usual: deque[Responder] = deque()
+        self._held: deque[Responder] = deque()
         self._ready = threading.Condition()
         self._stopping = False
         self._on_fault = on_fault
+        self._deltas_a_response = 1
+        # Wall time of a send, smoothed.
+        self._send_s = 0.0
+        self._deltas = 0
+        self._window_began = time.monotonic()
         self._threads = [
             threading.Thread(target=self._run, name=f"voltriton-send-{i}", daemon=True)
             for i in range(threads)
@@ -299,14 +320,40 @@ class SenderPool:
         for thread in self._threads:
             thread.start()
 
-    def queue(self, responders: list[Responder]) -> None:
-        """Each of them said that it must be queued."""
-        if not responders:
+    def queue(self, responders: list[Responder], deltas: int = 0) -> None:
+        """Each of them said that it must be queued; `deltas` is how many have come."""
+        if not responders and not deltas:
             return
         with self._ready:
-            for responder in responders:
-                (self._urgent if responder.urgent else self._usual).append(responder)
-            self._ready.notify(min(len(responders), len(self._threads)))
+            self._watch(deltas)
+            held, self._held = self._held, deque()
+            self._ready.notify(min(self._sort(held) + self._sort(responders), len(self._threads)))
+
+    def _watch(self, deltas: int) -> None:
+        self._deltas += deltas
+        now = time.monotonic()
+        window = now - self._window_began
+        if window < self.WINDOW_S:
+            return
+        busy = self._deltas * self._send_s / len(self._threads) / window
+        self._deltas_a_response = (
+            2 if busy > (self.BUSY if self._deltas_a_response == 1 else self.CALM) else 1
+        )
+        self._deltas, self._window_began = 0, now
+
+    def _sort(self, responders: Iterable[Responder], hold: bool = True) -> int:
+        """Into the queues; returns how many can be sent."""
+        due = 0
+        for responder in responders:
+            if responder.urgent:
+                self._urgent.append(responder)
+            elif hold and responder.waiting < self._deltas_a_response:
+                self._held.append(responder)
+                continue
+            else:
+                self._usual.append(responder)
+            due += 1
+        return due
 
     def stop(self, timeout_s: float) -> None:
         """Sends what is queued, then ends the threads."""
@@ -320,18 +367,25 @@ class SenderPool:
     def _next(self) -> Responder | None:
         with self._ready:
             while not self._urgent and not self._usual:
-                if self._stopping:
+                if self._held:
+                    if self._stopping or not self._ready.wait(self.HOLD_S):
+                        held, self._held = self._held, deque()
+                        self._sort(held, hold=False)
+                elif self._stopping:
                     return None
-                self._ready.wait()
+                else:
+                    self._ready.wait()
             return (self._urgent or self._usual).popleft()
 
     def _run(self) -> None:
         while (responder := self._next()) is not None:
+            began = time.monotonic()
             try:
                 again = responder.send()
             except Exception as error:
                 self._on_fault(f"a response could not be sent: {error}")
                 responder.abandon()
                 again = False
+            self._send_s += 0.02 * (time.monotonic() - began - self._send_s)
             if again:
                 self.queue([responder])
