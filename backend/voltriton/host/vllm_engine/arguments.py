@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from voltriton.errors import InvalidArgument, nearest
+from voltriton.host.vllm_engine import builds
 from voltriton.settings import check_type
 
 
@@ -30,7 +31,7 @@ def engine_arguments(given: dict[str, Any]) -> Any:
     for name, value in given.items():
         if name not in known:
             raise InvalidArgument(
-                f"model.json: {name} is no engine argument of vLLM 0.32{nearest(name, known)}"
+                f"model.json: {name} is no engine argument of {builds.name()}{nearest(name, known)}"
             )
         default = known[name].default
         if name == "enable_lora" and isinstance(value, str):

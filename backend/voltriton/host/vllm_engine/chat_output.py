@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from voltriton.errors import InvalidArgument
+from voltriton.host.vllm_engine import builds
 from voltriton.settings import Settings
 from voltriton.wire import Delta, Generation
 
@@ -27,7 +28,7 @@ class ChatOutput:
         parser = self._parsers.get(delta.index)
         if parser is None:
             parser = self._parsers[delta.index] = self._make_parser()
-            parser.set_prompt_token_ids(self._prompt_token_ids)
+            builds.begin_parsing(parser, self._prompt_token_ids)
         if self._stream:
             self._apply_delta(parser, delta, token_ids)
         else:
@@ -35,8 +36,8 @@ class ChatOutput:
 
     def _apply_delta(self, parser: Any, delta: Delta, token_ids: list[int]) -> None:
         ended = delta.finish_reason is not None
-        message = parser.parse_delta(
-            delta.text, token_ids, self._request, self._prompt_token_ids, finished=ended
+        message = builds.parse_delta(
+            parser, delta.text, token_ids, self._request, self._prompt_token_ids, finished=ended
         )
         delta.text = (message.content if message else None) or ""
         delta.reasoning = (message.reasoning if message else None) or None
@@ -47,9 +48,7 @@ class ChatOutput:
             delta.finish_reason = "tool_calls"
 
     def _apply_whole(self, parser: Any, delta: Delta, token_ids: list[int]) -> None:
-        reasoning, content, calls = parser.parse(
-            delta.text, self._request, enable_auto_tools=True, model_output_token_ids=token_ids
-        )
+        reasoning, content, calls = builds.parse_whole(parser, delta.text, token_ids, self._request)
         delta.text, delta.reasoning = content or "", reasoning or None
         if calls:
             delta.tool_calls = [
@@ -76,16 +75,15 @@ def make_chat_output(
     """May add to the sampling parameters what the parser needs (a grammar for a forced tool, special tokens kept)."""
     from pydantic import ValidationError
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.parser.parser_manager import ParserManager
 
     chat = generation.chat or {}
     config = llm.vllm_config.model_config
-    parser_class = ParserManager.get_parser(
+    parser_class = builds.get_parser_class(
+        llm.tokenizer,
         tool_parser_name=settings.tool_parser,
         reasoning_parser_name=settings.reasoning_parser,
         enable_auto_tools=settings.tool_parser is not None,
         model_name=config.model,
-        tokenizer=llm.tokenizer,
     )
     if parser_class is None:
         raise InvalidArgument("voltriton.reasoning_parser or tool_parser: no such parser in vLLM")

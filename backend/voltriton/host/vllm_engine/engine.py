@@ -9,6 +9,7 @@ from typing import Any
 
 from voltriton.errors import InvalidArgument, Unavailable
 from voltriton.host.engine_api import Prompt
+from voltriton.host.vllm_engine import builds
 from voltriton.host.vllm_engine.adapters import Adapters
 from voltriton.host.vllm_engine.arguments import engine_arguments, prepare_environment
 from voltriton.host.vllm_engine.beat import Beat, make_beat
@@ -35,6 +36,7 @@ class VllmEngine:
 
     @classmethod
     async def start(cls, model: ModelSettings) -> VllmEngine:
+        builds.check()
         prepare_environment(model.engine_args)
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -102,11 +104,16 @@ class VllmEngine:
 
     async def _rendered(self, rendering: Any) -> list[Prompt]:
         from jinja2 import TemplateError
-        from vllm.exceptions import VLLMClientError
 
+        at_fault: tuple[type[Exception], ...] = (
+            *builds.client_errors(),
+            ValueError,
+            TypeError,
+            TemplateError,
+        )
         try:
             inputs = await rendering
-        except (VLLMClientError, ValueError, TypeError, TemplateError) as error:
+        except at_fault as error:
             raise InvalidArgument(f"prompt: {error}") from None
         return [Prompt(list(each["prompt_token_ids"]), each) for each in inputs]
 
@@ -167,7 +174,6 @@ class VllmEngine:
         lora: Any,
         chat: ChatOutput | None,
     ) -> AsyncIterator[Delta]:
-        from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         outputs = self._llm.generate(
@@ -181,7 +187,7 @@ class VllmEngine:
                 for delta in deltas(output, wants, chat, first=not started):
                     started = True
                     yield delta
-        except VLLMClientError as error:
+        except (*builds.overload_errors(), *builds.client_errors()) as error:
             raise client_error(error) from None
         except (EngineDeadError, EngineGenerateError) as error:
             if self.failure is not None:
@@ -191,14 +197,17 @@ class VllmEngine:
             await outputs.aclose()
 
     def _sampling_params(self, values: dict[str, Any], stream: bool) -> Any:
-        from vllm import SamplingParams
-        from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import (
             RepetitionDetectionParams,
             RequestOutputKind,
+            SamplingParams,
             StructuredOutputsParams,
         )
 
+        for name in values:
+            if name not in builds.sampling_fields():
+                raise InvalidArgument(f"sampling_parameters.{name}: {builds.name()} has no such parameter")
+        at_fault: tuple[type[Exception], ...] = (*builds.client_errors(), TypeError, ValueError)
         try:
             if "structured_outputs" in values:
                 values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
@@ -207,7 +216,7 @@ class VllmEngine:
             return SamplingParams(
                 **values, output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
             )
-        except (VLLMClientError, TypeError, ValueError) as error:
+        except at_fault as error:
             raise InvalidArgument(f"sampling_parameters: {error}") from None
 
     def _chat_output(
@@ -218,8 +227,7 @@ class VllmEngine:
         return make_chat_output(self._llm, self._settings, generation, prompt.token_ids, values)
 
     async def embed(self, generation: Generation, request_id: str) -> Delta:
-        from vllm import PoolingParams
-        from vllm.exceptions import VLLMClientError
+        from vllm.pooling_params import PoolingParams
 
         request = generation.embedding or {}
         source = request.get("input")
@@ -241,7 +249,7 @@ class VllmEngine:
             params = PoolingParams(task="embed", dimensions=dimensions)
             async for output in self._llm.encode(rendered[0].engine_input, params, request_id):
                 vector = output.outputs.data
-        except VLLMClientError as error:
+        except (*builds.overload_errors(), *builds.client_errors()) as error:
             raise client_error(error) from None
         return Delta(
             key=0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from voltriton.host.engine_api import EngineInfo
+from voltriton.host.vllm_engine import builds
 
 
 def describe(llm: Any) -> EngineInfo:
@@ -55,10 +56,9 @@ def _template_variables(tokenizer: Any, model_config: Any) -> frozenset[str] | N
 
 def _about(config: Any) -> dict[str, Any]:
     import torch
-    import vllm
 
     return {
-        "engine": f"vLLM {vllm.__version__}",
+        "engine": builds.name(),
         "torch": torch.__version__,
         "model": config.model_config.model,
         "dtype": str(config.model_config.dtype).removeprefix("torch."),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from voltriton.errors import InternalError, InvalidArgument, Unavailable
+from voltriton.host.vllm_engine import builds
 from voltriton.host.vllm_engine.chat_output import ChatOutput
 from voltriton.wire import Delta
 
@@ -77,9 +78,7 @@ def finite(value: float) -> float:
 
 
 def client_error(error: Any) -> InvalidArgument | Unavailable:
-    from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError
-
-    if isinstance(error, QueueOverflowError | MaxQueuedTokensError):
+    if isinstance(error, builds.overload_errors()):
         return Unavailable(f"overloaded: {error}")
     return InvalidArgument(f"request: {' '.join(str(error).split())}")
 
