@@ -327,7 +327,9 @@ class SenderPool:
         with self._ready:
             self._watch(deltas)
             held, self._held = self._held, deque()
-            self._ready.notify(min(self._sort(held) + self._sort(responders), len(self._threads)))
+            due = self._sort(held) + self._sort(responders)
+            # One thread at least where something is held: a sleeping one does not look at the clock.
+            self._ready.notify(min(max(due, len(self._held) > 0), len(self._threads)))
 
     def _watch(self, deltas: int) -> None:
         self._deltas += deltas
