@@ -47,7 +47,9 @@ class Claim:
         new = set(names) - self._noted
         if new:
             self._noted |= new
-            os.write(self.fd, "".join(f"{name}\n" for name in sorted(new)).encode())
+            # Where /dev/shm is full we still know them; only the sweep after a kill of ours would not.
+            with contextlib.suppress(OSError):
+                os.write(self.fd, "".join(f"{name}\n" for name in sorted(new)).encode())
 
     def clean(self) -> list[str]:
         """Removes what a killed server left; its processes must be gone."""

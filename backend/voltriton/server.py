@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from voltriton.claim import Claim, sweep
 from voltriton.errors import StartError
@@ -84,7 +84,7 @@ class Server:
             sweep()
             self._claim = Claim()
         folders, cwd = folder_arguments(self._layout, self.options.repository)
-        log = self.options.log.open("ab") if self.options.log else None
+        log = self._open_log()
         try:
             self.process = subprocess.Popen(
                 self._command(folders, models, self._claim.prefix),
@@ -101,6 +101,14 @@ class Server:
         finally:
             if log is not None:
                 log.close()
+
+    def _open_log(self) -> BinaryIO | None:
+        if self.options.log is None:
+            return None
+        try:
+            return self.options.log.open("ab")
+        except OSError as error:
+            raise StartError(f"--log {self.options.log} cannot be written: {error.strerror}") from None
 
     def _command(self, folders: list[str], models: list[str], region_prefix: str) -> list[str]:
         o = self.options

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from voltriton.errors import StartError
-from voltriton.processes import alive
+from voltriton.processes import alive, set_name
 from voltriton.server import ENGINE_MODEL, Hanging, Options, Server, load_failure, repository_models
 from voltriton.triton import Layout, default_root
 
@@ -91,6 +91,7 @@ class Supervisor:
         self._probe: Probe | None = None
         self._next_canary = 0.0
         self._status_file = state_file(options.root, options.http_port)
+        self._unwritable = False
         self.status = Status(
             http=f"{options.address}:{options.http_port}",
             grpc=f"{options.address}:{options.grpc_port}",
@@ -104,7 +105,7 @@ class Supervisor:
             self._say("ready")
             on_ready()
             return self._watch()
-        except StartError as error:
+        except (StartError, OSError) as error:
             self._say(str(error))
             self._set("failed", str(error))
             return 0 if self._stop.is_set() else 1
@@ -194,6 +195,8 @@ class Supervisor:
         """Until the next canary; one that still runs is of a server that is gone."""
         self._probe = None
         self._next_canary = time.monotonic() + self._options.canary_interval_s
+        if self._unwritable:
+            self._save()
 
     def _repair(self, failure: str, how: Callable[[], None]) -> bool:
         """False when it has been tried too often; a failed repair is tried again by starting the server anew."""
@@ -255,10 +258,31 @@ class Supervisor:
         self.status.state, self.status.since = state, time.time()
         if failure is not None:
             self.status.last_failure = failure
+        self._save()
+
+    def _save(self) -> None:
+        try:
+            self._write_status()
+            self._unwritable = False
+        except OSError as error:
+            # A full disk is no reason to stop serving.
+            if not self._unwritable:
+                self._unwritable = True
+                self._say(
+                    f"the state cannot be written to {self._status_file} ({error.strerror}): "
+                    "`voltriton status` and `voltriton drain` do not see it"
+                )
+
+    def _write_status(self) -> None:
         self._status_file.parent.mkdir(parents=True, exist_ok=True)
         fresh = self._status_file.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps(asdict(self.status), indent=2) + "\n")
-        fresh.rename(self._status_file)
+        try:
+            fresh.write_text(json.dumps(asdict(self.status), indent=2) + "\n")
+            fresh.rename(self._status_file)
+        except OSError:
+            with contextlib.suppress(OSError):
+                fresh.unlink(missing_ok=True)
+            raise
 
     def _remove_status(self) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -296,6 +320,7 @@ def parse(argv: list[str]) -> Options:
 
 
 def main(argv: list[str]) -> int:
+    set_name("voltriton-serve")
     supervisor = Supervisor(
         parse(argv), lambda line: print(f"voltriton serve: {line}", file=sys.stderr, flush=True)
     )

@@ -105,11 +105,11 @@ def compose(layout: Layout) -> None:
             f"{PYTRITON} has no stub for Python {_python_version()}; it has them for 3.8 to 3.13: use one of these"
         )
     _make_executable(stub)
-    _write_script(python / "triton_python_backend_stub", _stub_script(layout, stub))
+    _write(python / "triton_python_backend_stub", _stub_script(layout, stub), 0o755)
     (layout.backends / "vllm").mkdir(exist_ok=True)
     _copy(BACKEND_ENTRY, layout.backends / "vllm" / "model.py")
     # The stub's interpreter finds this package through its own environment.
-    (_site(layout) / "voltriton.pth").write_text(f"{BACKEND_ENTRY.parents[1]}\n", encoding="utf-8")
+    _write(_site(layout) / "voltriton.pth", f"{BACKEND_ENTRY.parents[1]}\n", 0o644)
     layout.server.parent.mkdir(exist_ok=True)
     _make_executable(layout.home / "bin" / "tritonserver")
     _link(layout.home / "bin" / "tritonserver", layout.server)
@@ -259,17 +259,20 @@ def _link(source: Path, target: Path) -> None:
 
 
 def _make_executable(path: Path) -> None:
-    # A wheel unpacked by zipfile has no mode bits.
-    path.chmod(path.stat().st_mode | 0o755)
+    # A wheel unpacked by zipfile has no mode bits. Nothing is changed where there is nothing to change: the file
+    # system may be read-only.
+    mode = path.stat().st_mode
+    if mode & 0o755 != 0o755:
+        path.chmod(mode | 0o755)
 
 
-def _write_script(path: Path, text: str) -> None:
+def _write(path: Path, text: str, mode: int) -> None:
     if path.exists() and not path.is_symlink() and digest(path.read_bytes()) == digest(text.encode()):
         return
     # A new file, not a changed one: a stub that runs from the old one is not disturbed.
     fresh = path.with_suffix(".new")
     fresh.write_text(text, encoding="utf-8")
-    fresh.chmod(0o755)
+    fresh.chmod(mode)
     fresh.rename(path)
 
 

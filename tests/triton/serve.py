@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mounts import seen_by
 from server import Server, free_ports, wait_for
 from voltriton.processes import alive, descendants, shared_memory
 from voltriton.supervisor import state_file
@@ -20,13 +21,22 @@ from voltriton.triton import default_root
 class Serve(Server):
     """`with Serve(repository, folder) as serve:` is ready inside; what it started is gone after, or it is an error."""
 
-    def __init__(self, repository: Path, folder: Path, *options: str) -> None:
+    def __init__(
+        self,
+        repository: Path,
+        folder: Path,
+        *options: str,
+        before: list[str] | None = None,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        """`before` is what the command is started with (mounts.namespace), `env` is added to the environment."""
         self.http, self.grpc, self.metrics = free_ports(3)
         self.log = folder / "triton.log"
         self.says = folder / "serve.log"
         self._ready_s = 60.0
-        self._env = {**os.environ, "VOLTRITON_TEST": "1"}
+        self._env = {**os.environ, "VOLTRITON_TEST": "1", **(env or {})}
         self._command = [
+            *(before or []),
             sys.executable, "-m", "voltriton.cli", "serve", f"--model-repository={repository}",
             f"--http-port={self.http}", f"--grpc-port={self.grpc}", f"--metrics-port={self.metrics}",
             f"--log={self.log}", "--canary-interval-s=1", *options,
@@ -56,8 +66,11 @@ class Serve(Server):
         return False
 
     def status(self) -> dict[str, Any]:
+        file = state_file(default_root(), self.http)
+        if self.process is not None and self.process.poll() is None:
+            file = seen_by(self.process.pid, file)
         try:
-            status: dict[str, Any] = json.loads(state_file(default_root(), self.http).read_text())
+            status: dict[str, Any] = json.loads(file.read_text())
         except (OSError, ValueError):
             return {}
         return status

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,7 +71,11 @@ def test_stub_stopped_is_found_by_the_canary(shared: Serve) -> None:
 
 
 def test_tritonserver_killed(shared: Serve) -> None:
+    """Nothing below it outlives it, calls from model to model (BLS) included."""
     streams = follow(shared.grpc_url, 3, LONG)
+    facade = threading.Thread(target=ask_the_facade, args=(shared,))
+    facade.start()
+    wait_for(lambda: shared.metric("voltriton:requests_open") == 4, 10, "the call of the facade")
     repairs = shared.status()["repairs"]
     below = shared.children()
     server = shared.server_pid()
@@ -82,8 +89,25 @@ def test_tritonserver_killed(shared: Serve) -> None:
     assert (
         time.monotonic() - killed < 4.0
     )  # 2 s are promised; measured 0.3 s, the rest is this machine's load
+    facade.join()
     shared.wait_until_back(repairs + 1)
     assert works(shared)
+
+
+def ask_the_facade(serve: Serve) -> None:
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        serve.post("/v2/models/generate/generate", {"text_input": LONG, "max_tokens": 3000})
+
+
+def test_process_names_tell_what_they_are(shared: Serve) -> None:
+    """In `ps -e`, `top` and the kernel's log of whom it killed for memory."""
+    assert shared.process is not None
+    names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in shared.children()}
+    assert Path(f"/proc/{shared.process.pid}/comm").read_text().strip() == "voltriton-serve"
+    assert names[shared.server_pid()] == "tritonserver"
+    assert names[shared.host_pid()] == "voltriton-host"
+    assert names[shared.stub_pid()].startswith("triton_python")
+    assert not [name for name in names.values() if name.startswith("python")]
 
 
 def test_status_says_what_happened(shared: Serve) -> None:

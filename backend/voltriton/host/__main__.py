@@ -12,12 +12,13 @@ import signal
 import socket
 import sys
 
-from voltriton.processes import die_with_parent
+from voltriton.processes import die_with_parent, set_name
 
 
 def main() -> None:
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent(parent)()
+    set_name("voltriton-host")
     # Ctrl-C is the server's to handle; it stops us by a frame.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A drain while the engine is being loaded: it is asked for again.
