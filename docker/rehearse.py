@@ -119,6 +119,7 @@ class Rehearsal:
     def copy(self, rest: str) -> None:
         *sources, target = [self._expand(part) for part in shlex.split(rest)]
         base = CHECKOUT
+        sources = [name for source in sources for name in self._matches(source)]
         if sources[0].startswith("--from="):
             if self._from_folder is None:
                 print(f"skipped: COPY {rest}")
@@ -138,6 +139,14 @@ class Rehearsal:
             else:
                 goal.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source, goal)
+
+    @staticmethod
+    def _matches(source: str) -> list[str]:
+        """Names in the checkout; a pattern that fits none stays, and fails when it is copied."""
+        found = (
+            sorted(str(path.relative_to(CHECKOUT)) for path in CHECKOUT.glob(source)) if "*" in source else []
+        )
+        return found or [source]
 
     def execute(self, rest: str) -> None:
         if any(text in rest for text in self._skip):
