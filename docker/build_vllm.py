@@ -70,27 +70,19 @@ def download(work: Path) -> Path:
     return work / archive.name.removesuffix(".tar.gz")
 
 
-def patch(source: Path) -> str:
-    """Applies the series to the source package; its hash."""
-    series = patch_series.load(PATCHES)
-    vllm_tree.apply(vllm_tree.find_tree(source), series)
-    return series.hash
-
-
 def build(source: Path, work: Path) -> Path:
     pip("wheel", "--no-deps", "--no-build-isolation", f"--wheel-dir={work / 'built'}", str(source))
     (wheel,) = (work / "built").glob("vllm-*.whl")
     return wheel
 
 
-def complete(wheel: Path, source: Path, work: Path, output: Path) -> Path:
+def complete(wheel: Path, source: Path, series: patch_series.Series, work: Path, output: Path) -> Path:
     """The wheel with the record of the series, after a look at what is in it."""
     unpacked = work / "unpacked"
     run(sys.executable, "-m", "wheel", "unpack", "--dest", str(unpacked), str(wheel))
     (root,) = unpacked.iterdir()
     for name in (vllm_tree.RECORD, vllm_tree.ORIGINALS):
         shutil.copy(source / name, root / name)
-    series = patch_series.load(PATCHES)
     states = vllm_tree.states(vllm_tree.find_tree(root), series)
     if wrong := [path for path, state in states.items() if state != vllm_tree.PATCHED]:
         raise BuildError(f"the wheel lacks the patches in {', '.join(wrong)}")
@@ -129,12 +121,12 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "empty"), default="cuda")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    version = patch_series.load(PATCHES).upstream.version
+    series = patch_series.load(PATCHES)
     # The override: without it the package calls itself 0.32.0+cu126, which is another version to pip.
     os.environ.update(
         TORCH_CUDA_ARCH_LIST="7.0",
         VLLM_TARGET_DEVICE=args.device,
-        VLLM_VERSION_OVERRIDE=version,
+        VLLM_VERSION_OVERRIDE=series.upstream.version,
         MAX_JOBS=str(args.jobs),
     )
     try:
@@ -143,8 +135,9 @@ def main() -> int:
         shutil.rmtree(args.work, ignore_errors=True)
         args.work.mkdir(parents=True)
         source = download(args.work)
-        print(f"series {patch(source)} is in {source}")
-        print(f"built {complete(build(source, args.work), source, args.work, args.output)}")
+        vllm_tree.apply(vllm_tree.find_tree(source), series)
+        print(f"series {series.hash} is in {source}")
+        print(f"built {complete(build(source, args.work), source, series, args.work, args.output)}")
     except (BuildError, patch_series.PatchError, OSError) as error:
         print(f"build_vllm: {error}", file=sys.stderr)
         return 1
