@@ -12,6 +12,8 @@ vLLM is registered here; the rest is reached by the hooks of the patch series be
     cpu       C++ kernel for CPUs
     sm70      CUDA kernels for Volta
     missing_ops  operators of vLLM's extensions where those are not built (Volta)
+    compiler  torch.compile there
+    qwen4_exp tiles and selection of Qwen3.8-Flash-Next on Volta
     formats   which quantisations run on Volta
     lifetime  engine processes end with their parent
 """
@@ -30,9 +32,10 @@ def register() -> None:
 
     gates.force_capability()
     if gates.on_cuda():
-        from voltriton_vllm import missing_ops
+        from voltriton_vllm import compiler, missing_ops
 
         missing_ops.install()  # before vLLM's modules ask for them at import
+        compiler.prepare()
         _check_nccl()
         from voltriton_vllm.sm70 import switch
 

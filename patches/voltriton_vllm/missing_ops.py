@@ -33,16 +33,17 @@ def install() -> list[str]:
     for operator in OPERATORS:
         if hasattr(getattr(torch.ops, operator.namespace), operator.name):
             continue
-        library = _library(operator.namespace)
-        library.define(operator.schema)  # type: ignore[no-untyped-call]
-        library.impl(operator.name, operator.run, operator.dispatch)  # type: ignore[no-untyped-call]
+        namespace = library(operator.namespace)
+        namespace.define(operator.schema)  # type: ignore[no-untyped-call]
+        namespace.impl(operator.name, operator.run, operator.dispatch)  # type: ignore[no-untyped-call]
         if operator.schema.endswith("-> ()"):
-            torch.library.register_fake(f"{operator.namespace}::{operator.name}", _nothing, lib=library)
+            torch.library.register_fake(f"{operator.namespace}::{operator.name}", _nothing, lib=namespace)
         defined.append(f"{operator.namespace}.{operator.name}")
     return defined
 
 
-def _library(namespace: str) -> torch.library.Library:
+def library(namespace: str) -> torch.library.Library:
+    """The library of a namespace that we add to, kept for the life of the process."""
     if namespace not in _libraries:
         _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
     return _libraries[namespace]
@@ -140,6 +141,19 @@ def _moe_sum(
     glue.moe_sum(input, output)
 
 
+def _persistent_topk(
+    logits: torch.Tensor,
+    lengths: torch.Tensor,
+    output: torch.Tensor,
+    workspace: torch.Tensor,
+    k: int,
+    max_seq_len: int,
+) -> None:
+    from voltriton_vllm import qwen4_exp
+
+    qwen4_exp.persistent_topk(logits, lengths, output, workspace, k, max_seq_len)
+
+
 # numpy's names of types by size; the rest is a view of these bytes.
 _TYPES = {1: ("|u1", torch.uint8), 2: ("<i2", torch.int16), 4: ("<i4", torch.int32), 8: ("<i8", torch.int64)}
 
@@ -198,6 +212,12 @@ OPERATORS = (
         "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, "
         "bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()",
         _rotary_embedding,
+    ),
+    Operator(
+        "_C",
+        "persistent_topk(Tensor logits, Tensor lengths, Tensor! output, Tensor workspace, int k, "
+        "int max_seq_len) -> ()",
+        _persistent_topk,
     ),
     Operator("_C", "weak_ref_tensor(Tensor input) -> Tensor", weak_ref_tensor),
     Operator(

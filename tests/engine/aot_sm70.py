@@ -205,7 +205,10 @@ def sampler_cases() -> Iterator[Case]:
 def qwen4_exp_cases() -> Iterator[Case]:
     """Hyper-connections (4 streams of 2560), per-layer embeddings and selection of Qwen3.8-Flash-Next."""
     from vllm.models.qwen4_exp.common.ops import ple
-    from vllm.models.qwen4_exp.nvidia.ops import hc, qsa_indexer
+    from vllm.models.qwen4_exp.nvidia.ops import hc, qsa, qsa_indexer, qsa_prepare
+
+    def ints(*shape: int) -> torch.Tensor:
+        return zeros(*shape, dtype=INT)
 
     hidden, streams = 2560, 4
     width = hidden * streams
@@ -226,6 +229,98 @@ def qwen4_exp_cases() -> Iterator[Case]:
             zeros(4, 4, 128), keys, table, visible, 2048, 4, 1, zeros(4, 512, dtype=INT)
         )
 
+    heads, key_heads, size, page, ratio = 6, 1, 256, 64, 4
+    cache = zeros(8, page, key_heads, 2 * size)
+    keys, values = cache.split(size, -1)
+    compressed = zeros(8, page // ratio, 1, 128)
+
+    def sparse(rows: int) -> object:
+        """2048 chosen keys, up to three of the open group, and the count behind them."""
+        chosen = zeros(rows, 2052, dtype=INT)
+        table, owner = zeros(4, 4, dtype=INT), zeros(rows, dtype=INT)
+        q = zeros(rows, heads, size)
+        return qsa.qsa_sparse_paged_attention(
+            q, keys, values, chosen, table, owner, rows > 64, output_gate=zeros(rows, heads, size)
+        )
+
+    def prefill_selection() -> object:
+        rows = 64
+        ends, visible = torch.tensor([0, rows], dtype=INT), zeros(rows, dtype=INT)
+        found = zeros(rows, 512, dtype=INT)
+        return qsa_indexer.qsa_select_paged_prefill(
+            zeros(rows, 4, 128),
+            compressed,
+            zeros(1, 4, dtype=INT),
+            ends,
+            visible,
+            2048,
+            ratio,
+            rows,
+            found,
+            rows,
+        )
+
+    def prepare() -> object:
+        rows = 4
+        return qsa_prepare.qsa_prepare(
+            zeros(rows, 4 * 128),
+            zeros(rows, 128),
+            zeros(rows, dtype=LONG),
+            zeros(4096, 64),
+            zeros(128),
+            zeros(128),
+            1e-6,
+            zeros(rows, 4, 128),
+            zeros(8, ratio, 128),
+            ints(rows),
+            ints(4, 4),
+            ints(5),
+            zeros(rows, dtype=LONG),
+            compressed.view(8, page // ratio, 128),
+            zeros(rows, dtype=LONG),
+            ints(4, 2),
+            compress_ratio=ratio,
+            mrope_section=None,
+            rope_pos_offset=None,
+            main_qkv=zeros(rows, 2 * (heads + key_heads) * size),
+            main_q_norm_weight=zeros(size),
+            main_k_norm_weight=zeros(size),
+            main_eps=1e-6,
+            main_kv_cache=cache,
+            main_slot_mapping=zeros(rows, dtype=LONG),
+            main_k_scale=1.0,
+            main_v_scale=1.0,
+        )
+
+    def convolution(mode: str) -> object:
+        state, rows = zeros(8, width, 12), 4
+        has_state = torch.zeros(rows, dtype=torch.bool)
+        return ple.ple_conv(
+            zeros(rows, width),
+            zeros(rows, width),
+            state,
+            zeros(width, 4),
+            ints(rows),
+            None,
+            mode=mode,
+            dilation=3,
+            query_start_loc=ints(rows + 1),
+            has_initial_states=has_state,
+        )
+
+    def ngram_ids() -> object:
+        longs = lambda *shape: zeros(*shape, dtype=LONG)  # noqa: E731
+        return ple._ple_ngram_ids(
+            ints(4), ints(5), ints(4, 2), longs(3), longs(2, 8), longs(16), longs(4, 16), 2, 8
+        )
+
+    yield model, "PLE convolution, prefill", lambda: convolution("prefill")
+    yield model, "PLE convolution, decode", lambda: convolution("decode")
+    yield model, "PLE n-grams", ngram_ids
+    yield model, "QSA prepare", prepare
+    yield model, "QSA selection, prefill", prefill_selection
+    for rows in (1, 8, 64, 1024):
+        yield model, f"QSA attention, {rows} rows", lambda r=rows: sparse(r)
     yield model, "HC norm", lambda: hc._grouped_gemma_rmsnorm(x, norm, 1e-6, streams)
     yield model, "HC activation", lambda: hc._hc_silu(zeros(4, 320), streams)
     yield model, "HC gate", lambda: hc._hc_gate_mix(x, x, streams)

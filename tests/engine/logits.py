@@ -1,7 +1,8 @@
-"""Prompt logits and greedy tokens of checkpoints, by vLLM on the CPU or by Hugging Face as the reference.
+"""Logits and greedy tokens of checkpoints: by vLLM, and by Hugging Face as the reference.
 
 usage: logits.py vllm|hf OUT.pt JSON MODEL...     JSON: engine arguments (vllm only)
-Writes a list, one entry a model: {"logits": [positions, vocabulary], "tokens": [prompts, new tokens]}.
+Writes a list, one entry a model: {"logits": [positions, vocabulary] of the prompts, "tokens": [prompts, new tokens],
+"steps": [prompts, new tokens, vocabulary], what each new token was chosen from}.
 """
 
 from __future__ import annotations
@@ -24,12 +25,24 @@ def vllm(model: str, arguments: dict[str, Any]) -> dict[str, Any]:
     import torch
     from vllm import LLM, SamplingParams
 
+    prompts = arguments.pop("prompts", PROMPTS)
     fixed = {"max_model_len": 256, "enforce_eager": True, "max_logprobs": -1, "seed": 0}
     llm = LLM(model, logprobs_mode="raw_logits", enable_prefix_caching=False, **(fixed | arguments))
-    wanted = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, prompt_logprobs=-1)
-    answers = llm.generate(PROMPTS, wanted, use_tqdm=False)
-    rows = [[d[i].logprob for i in range(len(d))] for a in answers for d in a.prompt_logprobs[1:]]
-    return {"logits": torch.tensor(rows), "tokens": [list(a.outputs[0].token_ids) for a in answers]}
+    wanted = SamplingParams(
+        max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, prompt_logprobs=-1, logprobs=-1
+    )
+    answers = llm.generate(prompts, wanted, use_tqdm=False)
+    rows = [_row(d) for a in answers for d in a.prompt_logprobs[1:]]
+    steps = [[_row(d) for d in a.outputs[0].logprobs] for a in answers]
+    return {
+        "logits": torch.tensor(rows),
+        "tokens": [list(a.outputs[0].token_ids) for a in answers],
+        "steps": torch.tensor(steps),
+    }
+
+
+def _row(logprobs: Any) -> list[float]:
+    return [logprobs[i].logprob for i in range(len(logprobs))]
 
 
 def hf(model: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -38,16 +51,18 @@ def hf(model: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(model)
-    logits, tokens = [], []
+    logits, tokens, steps = [], [], []
     with torch.inference_mode():
-        for prompt in PROMPTS:
+        for prompt in arguments.get("prompts", PROMPTS):
             ids = tokenizer(prompt)["input_ids"]
-            logits.append(network(torch.tensor([ids])).logits[0, :-1].float())
             sequence = list(ids)
             for _ in range(NEW_TOKENS):
-                sequence.append(int(network(torch.tensor([sequence])).logits[0, -1].argmax()))
+                rows = network(torch.tensor([sequence])).logits[0].float()
+                sequence.append(int(rows[-1].argmax()))
+            logits.append(rows[: len(ids) - 1])
+            steps.append(rows[len(ids) - 1 :])
             tokens.append(sequence[len(ids) :])
-    return {"logits": torch.cat(logits), "tokens": tokens}
+    return {"logits": torch.cat(logits), "tokens": tokens, "steps": torch.stack(steps)}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Tiny random Qwen3 and Qwen3-MoE checkpoints in every NVFP4 layout that vLLM reads.
+"""Tiny random checkpoints (Qwen3, Qwen3-MoE, Qwen3-Next, qwen4_exp) in every NVFP4 layout that vLLM reads.
 
 `make(folder, arch)` writes, under `folder`:
     deq                    the dequantised weights in float32: the reference
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,20 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 LARGEST = 6 * 448  # of e2m1 times E4M3
 INPUT_LARGEST = 24.0  # stands for a calibration of the activations
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Modules that stay in 16 bits, as published checkpoints have it; of qwen4_exp only the routed experts are NVFP4.
+KEPT = {
+    "qwen3": (),
+    "qwen3_moe": ("mlp.gate",),
+    "qwen3_next": ("mlp.gate", "mlp.shared_expert_gate", "linear_attn*"),
+    "qwen4_exp": (
+        "mlp.gate",
+        "mlp.shared_expert*",
+        "linear_attn*",
+        "self_attn*",
+        "ple*",
+        "*hyper_connection*",
+    ),
+}
 LAYOUTS = ("mo_w4a4", "mo_w4a16", "mo_legacy", "ct_w4a4", "ct_w4a16")
 
 
@@ -36,11 +51,17 @@ def make(folder: Path, arch: str, unequal: bool = False, **config: Any) -> Path:
     _disturb(model, unequal)
     model.float().save_pretrained(base)
     tensors = load_file(base / "model.safetensors")
-    linear = [name for name, t in tensors.items() if name.endswith("_proj.weight") and t.ndim == 2]
+    linear = [name for name, t in tensors.items() if _is_quantised(arch, name) and t.ndim == 2]
     largest = _largest(tensors, linear, () if unequal else FUSED)
     deq, mo, ct = _quantise_all(tensors, largest)
     _write(folder, arch, deq, mo, ct, [name.removesuffix(".weight") for name in linear])
     return folder
+
+
+def _is_quantised(arch: str, name: str) -> bool:
+    module = name.removesuffix(".weight")
+    kept = any(fnmatch(module, f"*.{pattern}") for pattern in KEPT[arch])
+    return name.endswith("_proj.weight") and not kept
 
 
 def quantise(weight: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -78,6 +99,32 @@ def _tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
+# Gated DeltaNet on three of four layers.
+GDN: dict[str, Any] = {
+    "shared_expert_intermediate_size": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+# The sizes that kernels are made for (heads, rotary part, ratio) are those of the real model.
+QWEN4_EXP: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "output_gate_type": "silu",
+    "hc_count": 4,
+    "hc_lowrank": 64,
+    "ple_layer_ids": [2],
+    "ple_embed_dim": 256,
+    "ngram_vocab_size_base": 1000,
+    "split_ngram_parts": 4,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 128,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+}
+
+
 def _model(arch: str, config: dict[str, Any]) -> torch.nn.Module:
     import transformers
 
@@ -105,7 +152,14 @@ def _model(arch: str, config: dict[str, Any]) -> torch.nn.Module:
         "norm_topk_prob": True,
         "mlp_only_layers": [],
     }
-    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**(sizes | moe)))
+    if arch == "qwen3_moe":
+        return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**(moe | sizes)))
+    if arch == "qwen3_next":
+        return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**(moe | GDN | sizes)))
+    text = transformers.Qwen4ExpTextConfig(
+        **(moe | GDN | QWEN4_EXP | sizes | {"num_hidden_layers": 4} | config)
+    )
+    return transformers.Qwen4ExpForCausalLM(text)
 
 
 def _disturb(model: torch.nn.Module, unequal: bool) -> None:
@@ -150,7 +204,7 @@ def _quantise_all(tensors: Tensors, largest: Tensors) -> tuple[Tensors, Tensors,
 
 
 def _write(folder: Path, arch: str, deq: Tensors, mo: Tensors, ct: Tensors, stems: list[str]) -> None:
-    kept = ["lm_head", "model.layers.*.mlp.gate"] if "moe" in arch else ["lm_head"]
+    kept = ["lm_head", *(f"model.layers.*.{pattern}" for pattern in KEPT[arch])]
     mo_inputs = {f"{stem}.input_scale": torch.tensor(INPUT_LARGEST / LARGEST) for stem in stems}
     ct_inputs = {f"{stem}.input_global_scale": torch.tensor([LARGEST / INPUT_LARGEST]) for stem in stems}
     _checkpoint(folder, "deq", deq, {})
@@ -165,8 +219,8 @@ def _write(folder: Path, arch: str, deq: Tensors, mo: Tensors, ct: Tensors, stem
     }
     config = {"producer": {"name": "modelopt", "version": "0.33"}, "quantization": legacy}
     (folder / "mo_legacy/hf_quant_config.json").write_text(json.dumps(config))
-    _checkpoint(folder, "ct_w4a4", ct | ct_inputs, _compressed_tensors(True, "moe" in arch))
-    _checkpoint(folder, "ct_w4a16", ct, _compressed_tensors(False, "moe" in arch))
+    _checkpoint(folder, "ct_w4a4", ct | ct_inputs, _compressed_tensors(True, KEPT[arch]))
+    _checkpoint(folder, "ct_w4a16", ct, _compressed_tensors(False, KEPT[arch]))
 
 
 def _modelopt(algorithm: str, kept: list[str]) -> dict[str, Any]:
@@ -180,7 +234,7 @@ def _modelopt(algorithm: str, kept: list[str]) -> dict[str, Any]:
     }
 
 
-def _compressed_tensors(inputs: bool, moe: bool) -> dict[str, Any]:
+def _compressed_tensors(inputs: bool, kept: tuple[str, ...]) -> dict[str, Any]:
     def numbers(dynamic: bool | str) -> dict[str, Any]:
         fixed = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
         return fixed | {"symmetric": True, "dynamic": dynamic, "observer": "minmax"}
@@ -197,7 +251,7 @@ def _compressed_tensors(inputs: bool, moe: bool) -> dict[str, Any]:
         "format": "nvfp4-pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "re:.*mlp.gate$"] if moe else ["lm_head"],
+        "ignore": ["lm_head", *(f"re:.*{pattern.replace('*', '.*')}$" for pattern in kept)],
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
     }

@@ -1,0 +1,350 @@
+"""Tokens a second of whole models of random NVFP4 weights: our kernels beside Marlin and vLLM's emulation, in one run.
+
+    python tests/bench/end_to_end.py --out perf/results/end-to-end-h200 [--only MODEL:WAY ...]
+        [--plain-vllm FOLDER]     a vLLM without compiled extensions, for the ways that take a V100's code path
+
+All engines start side by side; then each is measured alone, while the others wait. A step's time is taken from two
+generations of different lengths, so prefill is not in it. Decoding runs in CUDA graphs without torch.compile. Writes
+OUT.txt (what is printed) and OUT.json.
+
+Ways: `voltriton`, `marlin`, `emulation` differ in the NVFP4 kernels alone (TRITON_ATTN and vLLM's extensions in all);
+`volta` is what a V100 runs (capability forced to 7.0, no extensions, our kernels as compute_70 PTX), `volta-attention`
+the same with our attention kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+PROMPT_TOKENS = 128
+DTYPE = "float16"
+QWEN3: dict[str, Any] = {
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+QWEN4_EXP: dict[str, Any] = {
+    "model_type": "qwen4_exp_text",
+    "architectures": ["Qwen4ExpForCausalLM"],
+    "hidden_size": 2560,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "moe_intermediate_size": 640,
+    "shared_expert_intermediate_size": 640,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "output_gate_type": "silu",
+    "hc_lowrank": 320,
+    "ple_layer_ids": [2],
+    "ple_embedding_dtype": "float8_e4m3fn",
+    "ngram_vocab_size_base": 200_000,  # the published model has 20 million: 51 GB of host memory, the same traffic
+    "eos_token_id": 2,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 128,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3-8B": {
+        **QWEN3,
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+    },
+    "Qwen3-30B-A3B": {
+        **QWEN3,
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+    },
+    "qwen4_exp": QWEN4_EXP,
+}
+KEPT = {
+    "Qwen3-8B": [],
+    "Qwen3-30B-A3B": ["mlp.gate"],
+    "qwen4_exp": [
+        "mlp.gate",
+        "mlp.shared_expert*",
+        "linear_attn*",
+        "self_attn*",
+        "ple*",
+        "*hyper_connection*",
+    ],
+}
+BATCHES = {"Qwen3-8B": [1, 8, 32], "Qwen3-30B-A3B": [1, 8, 32], "qwen4_exp": [1, 8]}
+SAME_KERNELS: dict[str, Any] = {"attention_backend": "TRITON_ATTN"}
+WAYS: dict[str, dict[str, Any]] = {
+    way: {"linear_backend": way, "moe_backend": way, **SAME_KERNELS}
+    for way in ("voltriton", "marlin", "emulation")
+} | {"volta": {}, "volta-attention": {}}
+VOLTA = {"VOLTRITON_FORCE_CAPABILITY": "7.0"}
+ENVIRONMENT = {"volta": VOLTA, "volta-attention": {**VOLTA, "VOLTRITON_ATTENTION": "sm70"}}
+DEFAULT = [f"{model}:{way}" for model in ("Qwen3-8B", "Qwen3-30B-A3B") for way in WAYS] + ["qwen4_exp:volta"]
+
+
+def write_model(folder: Path, model: str) -> None:
+    kept = ["lm_head", *(f"model.layers.*.{name}" for name in KEPT[model])]
+    quantisation = {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "group_size": 16,
+        "ignore": kept,
+        "producer": {"name": "random", "version": "0"},
+    }
+    config = {**MODELS[model], "dtype": "bfloat16", "quantization_config": quantisation}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def register_loader() -> None:
+    """`load_format="random_nvfp4"`: every value random, of the size that trained weights have."""
+    import torch
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    def fill(name: str, tensor: torch.Tensor) -> None:
+        if tensor.dtype == torch.uint8:
+            tensor.random_(0, 256)
+        elif tensor.dtype == torch.float8_e4m3fn and "ngram" not in name:
+            tensor.view(torch.uint8).random_(0x30, 0x40)  # 0.5 to 1.9
+        elif name.endswith("weight_scale_2"):
+            tensor.fill_(0.02 / 3 / 1.1)  # the e2m1 codes have a root mean square of 3
+        elif name.endswith("input_scale"):
+            tensor.fill_(0.01)
+        elif tensor.dtype in (torch.float16, torch.bfloat16):
+            tensor.normal_(0, 0.02) if tensor.dim() > 1 else tensor.fill_(0.9)
+
+    @register_model_loader("random_nvfp4")
+    class RandomLoader(DummyModelLoader):  # type: ignore[misc, valid-type]
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            super().load_weights(model, model_config)
+            torch.manual_seed(0)
+            for name, parameter in model.named_parameters():
+                fill(name, parameter.data)
+
+
+def child(model: str, way: str, folder: str, extra: dict[str, Any]) -> None:
+    """Start an engine; at each line `BATCH TOKENS` on the input, generate and print seconds and the first tokens."""
+    from vllm import LLM, SamplingParams
+
+    register_loader()
+    batches = BATCHES[model]
+    compilation: dict[str, Any] = {"cudagraph_capture_sizes": batches}
+    if model != "qwen4_exp":  # which has graphs of its own kind
+        compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    arguments = {
+        "dtype": DTYPE,
+        "load_format": "random_nvfp4",
+        "skip_tokenizer_init": True,
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 4096,
+        "max_num_seqs": max(batches),
+        "gpu_memory_utilization": 0.05,
+        "kv_cache_memory_bytes": 3 << 30,
+        "enable_prefix_caching": False,
+        "seed": 0,
+        "compilation_config": compilation,
+    }
+    started = time.monotonic()
+    llm = LLM(folder, **(arguments | WAYS[way] | extra))
+    _say({"ready": time.monotonic() - started})
+    for line in sys.stdin:
+        batch, tokens = map(int, line.split())
+        prompts = [
+            {"prompt_token_ids": [(7 + 31 * i + 17 * j) % 50_000 for j in range(PROMPT_TOKENS)]}
+            for i in range(batch)
+        ]
+        wanted = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+        begin = time.perf_counter()
+        answers = llm.generate(prompts, wanted, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        _say({"seconds": seconds, "tokens": list(answers[0].outputs[0].token_ids[:16])})
+
+
+def _say(record: dict[str, Any]) -> None:
+    print("@@" + json.dumps(record), flush=True)
+
+
+class Engine:
+    """A child process with one model and one way."""
+
+    def __init__(self, model: str, way: str, folder: Path, logs: Path, plain: str | None, extra: str) -> None:
+        self.model, self.way = model, way
+        self._log = logs / f"{model}-{way}.log"
+        environment = os.environ | ENVIRONMENT.get(way, {})
+        if plain and way in ENVIRONMENT:
+            environment["PYTHONPATH"] = f"{plain}:{environment['PYTHONPATH']}"
+        command = [sys.executable, __file__, "--child", model, way, str(folder), "--engine", extra]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log.open("w"),
+            env=environment,
+            text=True,
+        )
+
+    def answer(self) -> dict[str, Any]:
+        """The next record. Raises RuntimeError with the end of the log if the engine ended."""
+        assert self._process.stdout is not None
+        with self._log.open("a") as log:
+            for line in self._process.stdout:
+                if line.startswith("@@"):
+                    record: dict[str, Any] = json.loads(line[2:])
+                    return record
+                log.write(line)
+        lines = [line for line in self._log.read_text().splitlines() if "Error" in line]
+        raise RuntimeError(" | ".join(lines[-3:])[-600:] or "ended without a word")
+
+    def ask(self, batch: int, tokens: int) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{batch} {tokens}\n")
+        self._process.stdin.flush()
+        return self.answer()
+
+    def stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+def measure(engine: Engine, batch: int) -> dict[str, Any]:
+    """Best of three: milliseconds a step, tokens a second of all sequences, and of the prefill."""
+    few, many = 4, 20 if engine.way == "emulation" else 132
+    warm = engine.ask(batch, many)
+    rounds = [(engine.ask(batch, few)["seconds"], engine.ask(batch, many)["seconds"]) for _ in range(3)]
+    step = min((long - short) / (many - few) for short, long in rounds)
+    first = min(short for short, _ in rounds) - (few - 1) * step
+    return {
+        "batch": batch,
+        "step_ms": step * 1e3,
+        "tokens_s": batch / step,
+        "prefill_ms": first * 1e3,
+        "tokens": warm["tokens"],
+    }
+
+
+class Report:
+    def __init__(self, out: Path) -> None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        self._json = out.with_suffix(".json")
+        self._text = out.with_suffix(".txt").open("w", encoding="utf-8")
+        self.rows: list[dict[str, Any]] = []
+
+    def line(self, text: str) -> None:
+        for stream in (sys.stdout, self._text):
+            stream.write(text + "\n")
+            stream.flush()
+
+    def row(self, text: str, **record: Any) -> None:
+        self.rows.append(record)
+        self._json.write_text(json.dumps(self.rows, indent=1))
+        self.line(text)
+
+
+def card() -> str:
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def run(args: argparse.Namespace) -> int:
+    report = Report(args.out)
+    report.line(
+        f"command: {shlex.join(['python', *sys.argv])}\ncard: {card()}\ndate: {time.strftime('%Y-%m-%d')}"
+    )
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = [tuple(name.split(":")) for name in args.only]
+        for model in {model for model, _ in wanted}:
+            write_model(Path(folder, model), model)
+        logs = args.out.parent
+        engines = [Engine(m, w, Path(folder, m), logs, args.plain_vllm, args.engine) for m, w in wanted]
+        ready: list[Engine] = []
+        for engine in engines:
+            try:
+                report.line(f"{engine.model} {engine.way}: start {engine.answer()['ready']:.0f} s")
+                ready.append(engine)
+            except RuntimeError as error:
+                failed += 1
+                report.row(
+                    f"{engine.model} {engine.way}: {error}",
+                    model=engine.model,
+                    way=engine.way,
+                    error=str(error),
+                )
+        for engine in ready:
+            try:
+                for batch in BATCHES[engine.model]:
+                    found = measure(engine, batch)
+                    report.row(
+                        f"{engine.model:14s} {engine.way:16s} batch {batch:2d}: {found['step_ms']:7.2f} ms a step, "
+                        f"{found['tokens_s']:7.1f} tokens/s, prefill of {batch} x {PROMPT_TOKENS} "
+                        f"{found['prefill_ms']:7.1f} ms, first tokens {found['tokens'][:6]}",
+                        model=engine.model,
+                        way=engine.way,
+                        **found,
+                    )
+            except RuntimeError as error:
+                failed += 1
+                report.row(
+                    f"{engine.model} {engine.way}: {error}",
+                    model=engine.model,
+                    way=engine.way,
+                    error=str(error),
+                )
+            engine.stop()
+    return 1 if failed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--out", type=Path, help="result files without their ending")
+    parser.add_argument("--only", nargs="+", default=DEFAULT, metavar="MODEL:WAY")
+    parser.add_argument("--plain-vllm", metavar="FOLDER")
+    parser.add_argument("--engine", default="{}", help="more engine arguments, JSON")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(*args.child, json.loads(args.engine))
+        return 0
+    return run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

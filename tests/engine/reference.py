@@ -1,0 +1,91 @@
+"""An engine's logits beside those of Hugging Face in float32 over the same tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Router logits closer than this may swap two experts in float16 (values of a few units have steps of 1e-3 there).
+NEAR = 0.01
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Positions of all prompts and answers; `decided` are those before a sequence's first near-tie of a router."""
+
+    positions: int
+    decided: int
+    deviation: float  # of the reference's logits
+    largest: float
+    largest_decided: float
+    mean: float
+    same_choice: float
+    same_choice_decided: float
+    finite: bool
+
+    def __str__(self) -> str:
+        return (
+            f"{self.positions} positions, {self.decided} before a near-tie; largest difference {self.largest:.2e}, "
+            f"before a near-tie {self.largest_decided:.2e}, mean {self.mean:.2e} (logits' standard deviation "
+            f"{self.deviation:.2f}); same choice {self.same_choice:.3f}, before a near-tie "
+            f"{self.same_choice_decided:.3f}"
+        )
+
+
+def compare(model: Path, prompts: list[str], found: dict[str, Any]) -> Comparison:
+    """found: as `logits.py` writes it. A choice counts as another if its logit is behind by more than the difference."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    margins = _watch_routers(network)
+    wants, gots, decided, first = [], [], [], 0
+    for prompt, tokens, steps in zip(prompts, found["tokens"], found["steps"], strict=True):
+        ids = tokenizer(prompt)["input_ids"]
+        margins.clear()
+        with torch.inference_mode():
+            wants.append(network(torch.tensor([ids + tokens[:-1]])).logits[0].float())
+        gots.append(torch.cat([found["logits"][first : first + len(ids) - 1], steps]))
+        first += len(ids) - 1
+        ties = torch.zeros(len(wants[-1]), dtype=torch.bool)
+        for margin in margins:
+            ties |= margin < NEAR
+        decided.append(ties.cumsum(0) == 0)
+    return _summary(torch.cat(wants), torch.cat(gots), torch.cat(decided))
+
+
+def _watch_routers(network: torch.nn.Module) -> list[torch.Tensor]:
+    """Distance of the last chosen router logit from the first one left out, [tokens] a layer, at each forward pass."""
+    margins: list[torch.Tensor] = []
+    chosen = getattr(network.config, "num_experts_per_tok", 0)
+
+    def hook(module: Any, inputs: tuple[torch.Tensor, ...], output: object) -> None:
+        hidden = inputs[0].reshape(-1, inputs[0].shape[-1])
+        best = torch.nn.functional.linear(hidden, module.weight).topk(chosen + 1, dim=-1).values
+        margins.append(best[:, -2] - best[:, -1])
+
+    for name, module in network.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(hook)
+    return margins
+
+
+def _summary(want: torch.Tensor, got: torch.Tensor, decided: torch.Tensor) -> Comparison:
+    difference = (got - want).abs().amax(-1)
+    # The reference's value of what was chosen, against its best: the same choice but for rounding of both.
+    behind = want.amax(-1) - want.gather(-1, got.argmax(-1, keepdim=True))[:, 0]
+    same = behind <= 2 * difference.clamp_max(0.1)
+    return Comparison(
+        positions=len(want),
+        decided=int(decided.sum()),
+        deviation=float(want.std()),
+        largest=float(difference.max()),
+        largest_decided=float(difference[decided].max()) if bool(decided.any()) else 0.0,
+        mean=float((got - want).abs().mean()),
+        same_choice=float((got.argmax(-1) == want.argmax(-1)).float().mean()),
+        same_choice_decided=float(same[decided].float().mean()),
+        finite=bool(got.isfinite().all()),
+    )
