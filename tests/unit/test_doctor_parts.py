@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from voltriton.doctor import software_probe
+from test_planner import QWEN3_32B, folder
+from voltriton.doctor import checks_model, software_probe
 from voltriton.doctor.box import Box, Options
 from voltriton.doctor.checks_deep import transfers
+from voltriton.doctor.checks_model import quantisation as model_format
 from voltriton.doctor.checks_software import vllm_version
 from voltriton.doctor.checks_variables import python_packages
 from voltriton.doctor.fatbin import FatbinError, device_code
@@ -159,6 +161,47 @@ def test_what_revolta_asks_for_is_no_trouble() -> None:
     assert (
         python_packages(Box(OneAnswer(Output(0, json.dumps(facts))), Options(target="v100"))).status == "note"
     )
+
+
+AWQ = {"quant_method": "awq", "bits": 4}
+INT4 = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+NVFP4 = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "build", "status", "found"),
+    [
+        (None, "vllm", "ok", "not quantised"),
+        (NVFP4, "vllm", "ok", "NVFP4"),
+        (AWQ, "vllm", "fail", "awq"),
+        ({"quant_algo": "FP8"}, "vllm", "fail", "fp8"),
+        (INT4, "vllm", "fail", "compressed-tensors"),
+        (AWQ, "revolta", "skip", "ReVolta has kernels and a list of its own"),
+    ],
+)
+def test_quantisations_that_run_on_volta(
+    tmp_path: Path, quantization: dict[str, object] | None, build: str, status: str, found: str
+) -> None:
+    folder(tmp_path, QWEN3_32B | ({"quantization_config": quantization} if quantization else {}))
+    facts = json.dumps({"vllm": {"distribution": build}})
+    box = Box(OneAnswer(Output(0, facts)), Options(target="v100", model=tmp_path))
+    row = model_format(box)
+    assert (row.status, row.found) == (status, found)
+    assert (row.status == "fail") == ("convert" in row.fix)
+
+
+def test_profiles_that_ask_for_what_hurt_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    risky = {"dtype": "float16", "kv_cache_dtype": "fp8", "speculative_config": {"method": "mtp"}}
+    text = json.dumps({"engine": {name: {"value": value, "reason": ""} for name, value in risky.items()}})
+    (tmp_path / "risky.json").write_text(text)
+    monkeypatch.setattr(checks_model, "PROFILES", tmp_path)
+    rows = checks_model.arguments(Box(RealHost(), Options(target="v100", profile="risky")))
+    assert isinstance(rows, list)
+    assert {row.found.split()[0]: row.status for row in rows} == {
+        "kv_cache_dtype": "fail",
+        "speculative_config": "warn",
+        "disable_custom_all_reduce": "note",
+    }
 
 
 BEGIN = '{"begin": "copy 0->1"}\n'

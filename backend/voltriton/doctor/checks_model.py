@@ -7,6 +7,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from voltriton_vllm.formats import refusal
+
 from voltriton.doctor.box import Box
 from voltriton.doctor.checks_host import GIB, cgroup_limit
 from voltriton.doctor.rows import FAIL, NOTE, OK, SKIP, WARN, Row, check
@@ -106,6 +108,34 @@ def files(box: Box) -> Row:
     return Row("model.files", OK, f"{found.config.model_type}, NVFP4 in the layout of {layout}", need)
 
 
+@check("model.format", 11, 12, 61)
+def quantisation(box: Box) -> Row:
+    need = "16 bits or NVFP4"
+    if box.options.model is None or box.target != "v100":
+        return Row(
+            "model.format", SKIP, NO_MODEL if box.options.model is None else "target is not v100", need
+        )
+    if box.software_part("vllm").get("distribution") == "revolta":
+        return Row("model.format", SKIP, "ReVolta has kernels and a list of its own", need)
+    try:
+        files = _read(box.options.model)
+    except PlanError:
+        return Row("model.format", SKIP, "see model.files", need)
+    given = files.config.quantization
+    if not given or is_nvfp4(files):
+        return Row("model.format", OK, "NVFP4" if given else "not quantised", need)
+    name = str(given.get("quant_method") or given.get("quant_algo") or "unknown").lower()
+    why = refusal(name, 70) or f"{name} other than NVFP4 has no kernel for compute capability 7.0"
+    return Row(
+        "model.format",
+        FAIL,
+        name,
+        need,
+        why.partition("; ")[0],
+        "the 16-bit original, by `voltriton convert`",
+    )
+
+
 @check("model.range", 54, 55, 70)
 def number_range(box: Box) -> Row:
     if box.options.model is None or box.target != "v100":
@@ -183,7 +213,7 @@ def host_table(box: Box) -> Row:
     return Row("model.host_table", OK, found, need)
 
 
-@check("profile.arguments", 1, 24, 27, 39, 43, 69, 71, 84)
+@check("profile.arguments", 1, 24, 27, 38, 39, 43, 68, 69, 71, 76, 77, 78, 84)
 def arguments(box: Box) -> list[Row] | Row:
     """What the profile says against what these cards can do."""
     name = box.options.profile or _DEFAULT_PROFILE[box.target]
@@ -229,6 +259,14 @@ def _argument_rows(box: Box, found: dict[str, Any]) -> list[Row | None]:
         )
         if volta and not found.get("enforce_eager") and graphs and max(graphs) < found.get("max_num_seqs", 0)
         else None,
+        row(
+            WARN,
+            "speculative_config",
+            "none",
+            "batches of sampled and greedy requests, and the context's end, killed engines there (76 to 78)",
+        )
+        if volta and found.get("speculative_config")
+        else None,
         row(FAIL, "tensor_parallel_size", f"at most {len(box.gpus)} cards", "each rank needs a card")
         if box.gpus and ranks > len(box.gpus)
         else None,
@@ -236,7 +274,7 @@ def _argument_rows(box: Box, found: dict[str, Any]) -> list[Row | None]:
             NOTE,
             "disable_custom_all_reduce",
             "true",
-            "hangs without NVLink, wrong first outputs with graphs (27, 39)",
+            "hangs without NVLink, stops or gives wrong first outputs with graphs (27, 38, 39)",
         )
         if volta and not found.get("disable_custom_all_reduce")
         else None,

@@ -38,7 +38,6 @@ TROUBLES = {
         "vllm#22800",
         "AWQ/GPTQ experts do not run on V100",
         "NVFP4 through our plugin",
-        "refused by vLLM at load, by name",
     ),
     12: Trouble("vllm#17541", "gptq_bitblas chosen, breaks GPTQ", "NVFP4 through our plugin"),
     13: Trouble("1Cat#105", "tilelang 0.1.9: nvcc fails for sm_70", "uninstall tilelang"),
@@ -87,7 +86,6 @@ TROUBLES = {
         "1Cat docs",
         "custom all-reduce under graphs stops after 22 tokens",
         "disable_custom_all_reduce true",
-        "off in the profile; nothing looks for it",
     ),
     39: Trouble("1Cat diff", "first outputs after capture are wrong", "disable_custom_all_reduce true"),
     40: Trouble(
@@ -146,9 +144,7 @@ TROUBLES = {
         "-",
         "a kernel of ours that cannot be compiled ends the load with its name",
     ),
-    61: Trouble(
-        "lmdeploy#2332", "AWQ 72B: garbage on V100", "NVFP4 and `voltriton verify`", "`voltriton verify`"
-    ),
+    61: Trouble("lmdeploy#2332", "AWQ 72B: garbage on V100", "NVFP4 and `voltriton verify`"),
     62: Trouble(
         "1Cat#166", "scales 100 times off (convention guessed)", "decided from metadata; refused when missing"
     ),
@@ -168,7 +164,6 @@ TROUBLES = {
         "1Cat 1.2.2",
         "fp8 cache corrupt at 262120 tokens",
         "kv_cache_dtype auto",
-        "fp8 caches are refused on V100",
     ),
     69: Trouble("1Cat docs", "`fp8` means e4m3 or e5m2 by version; prefill -83 %", "kv_cache_dtype auto"),
     70: Trouble("vLLM config", "gemma2/3, glm4 are unstable in float16", "another model or float32"),
@@ -186,17 +181,13 @@ TROUBLES = {
         "1Cat#73",
         "MTP: 'Missing cached draft probabilities'",
         "no speculative_config",
-        "the profile has none",
     ),
     77: Trouble(
         "1Cat#230",
         "a sampled request in a greedy batch kills the engine (MTP)",
         "no speculative_config",
-        "the profile has none",
     ),
-    78: Trouble(
-        "1Cat 1.2.2", "MTP crashes near the context limit", "no speculative_config", "the profile has none"
-    ),
+    78: Trouble("1Cat 1.2.2", "MTP crashes near the context limit", "no speculative_config"),
     79: Trouble(
         "vllm#53899",
         "hang after capture (shm_broadcast 60 s)",
