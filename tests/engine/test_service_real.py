@@ -143,6 +143,29 @@ def test_several_sequences_are_whole(server: Server) -> None:
     assert all(len(streamed.texts(i)) > 24 for i in range(2))
 
 
+def test_greedy_answer_in_company(server: Server) -> None:
+    """Temperature 0 takes the likeliest token; company may change sums in their last bits, and so a close decision,
+    never a clear one (docs/contract.md, "What greedy promises")."""
+    parameters = {**GREEDY, "max_tokens": 24, "logprobs": 2}
+    request = {"stream": True, "sampling_parameters": parameters, "return_logprobs": True}
+    alone = ask(server.grpc_url, "The three primary colors are", **request)
+    others = [build(f"Tell {i} stories about number {i}", id=str(i), **request) for i in range(15)]
+    with WireClient(server.grpc_url) as client:
+        answers = client.answers(build("The three primary colors are", id="x", **request), *others)
+    steps = [
+        [step for text in answer.joined("logprobs") for step in json.loads(text)]
+        for answer in (alone, answers["x"])
+    ]
+    assert [len(s) for s in steps] == [24, 24]
+    for one, other in zip(*steps, strict=True):
+        first, second = sorted((v["logprob"] for v in one.values()), reverse=True)[:2]
+        if first - second < 0.1:
+            break
+        (best,) = (token for token, v in one.items() if v["rank"] == 1)
+        assert other[best]["rank"] == 1
+        assert abs(other[best]["logprob"] - one[best]["logprob"]) < 0.05
+
+
 def test_choice_and_json_schema_hold(server: Server) -> None:
     choice = ask(server.grpc_url, "Is water wet? ", exclude_input_in_output=True,
                  sampling_parameters={**GREEDY, "structured_outputs": {"choice": ["yes", "no"]}})  # fmt: skip

@@ -59,6 +59,18 @@ def test_both_tools_agree(server: Server, analyzer: PerfAnalyzer) -> None:
     assert a.output_tokens_s == pytest.approx(b.output_tokens_s, rel=AGREE)
 
 
+def test_prompts_with_marks_of_json(server: Server, analyzer: PerfAnalyzer) -> None:
+    """What is given to perf_analyzer is read by it, and its export by us, whatever the text is."""
+    words = ['他说"聪明"\n', "a\\b\t", "{}[]:,", "👩‍🔬 Ünï"]
+    bench = Bench(service(server), {"max_tokens": 64}, 1, 60.0, analyzer)
+    measured = bench.measure(
+        Level("concurrency", 2, 8), [Prompt(json.dumps({"tokens": words}, ensure_ascii=False))]
+    )
+    assert (measured.tool, measured.failed, measured.notes) == ("perf_analyzer", None, [])
+    summary = summarise(measured.records)
+    assert (summary.requests, summary.failed, summary.output_tokens) == (8, 0, 8 * len(words))
+
+
 def test_what_perf_analyzer_cannot_go_on_with_is_counted_by_our_client(
     server: Server, analyzer: PerfAnalyzer
 ) -> None:

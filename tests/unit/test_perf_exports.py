@@ -46,6 +46,19 @@ def test_a_final_flag_that_comes_alone_is_no_token() -> None:
     assert summarise(records).output_tokens == 6
 
 
+def test_an_empty_first_response_is_not_the_first_token(tmp_path: Path) -> None:
+    data = json.loads((EXPORTS / "apart.json").read_text())
+    request = data["experiments"][0]["requests"][0]
+    first = request["response_timestamps"][0]
+    empty = {**request["response_outputs"][0], "text_output": "", "num_output_tokens": 0}
+    for name, value in empty.items():
+        empty[name] = "" if isinstance(value, str) else value
+    request["response_timestamps"].insert(0, (request["timestamp"] + first) // 2)
+    request["response_outputs"].insert(0, empty)
+    (tmp_path / "e.json").write_text(json.dumps(data))
+    assert pa.read_export(tmp_path / "e.json") == pa.read_export(EXPORTS / "apart.json")
+
+
 def test_garbage_in_the_numbers_of_an_empty_response(tmp_path: Path) -> None:
     data = json.loads((EXPORTS / "apart.json").read_text())
     for request in data["experiments"][0]["requests"]:
