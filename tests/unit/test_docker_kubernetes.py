@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import os
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +19,18 @@ from voltriton.doctor.command import _parser as doctor_parser
 
 FOLDER = Path(__file__).parents[2] / "docker/kubernetes"
 VERSIONS = ("1.28", "1.31", "1.34")
-# Of operators, without schemas in any package that could be had: their fields are looked at by the tests below.
+# Of operators and of kustomize: not among Kubernetes' own schemas. The operators' models are on npm.
 CUSTOM = {"PodMonitor", "ScaledObject", "Kustomization"}
+MODELS = Path(__file__).parent / "kubernetes_models"
+NODE = shutil.which("node")
+KUBECTL = os.environ.get("KUBECTL") or shutil.which("kubectl")
+# Below these come names of the user's own.
+FREE = {"matchLabels", "metadata"}
 Manifest = dict[str, Any]
+needs_models = pytest.mark.skipif(
+    NODE is None or not (MODELS / "node_modules").is_dir(),
+    reason=f"the operators' models are not installed (npm ci --prefix {MODELS})",
+)
 
 
 def manifests(name: str = "base") -> list[Manifest]:
@@ -45,6 +60,71 @@ def test_kubernetes_schemas(version: str) -> None:
     assert len(checked) > 10
     for manifest in checked:
         validator.validate(manifest, version, strict=True)
+
+
+def faults_of(resources: list[Manifest]) -> list[str]:
+    """By the operators' published models: what is wrong with each, empty where nothing is."""
+    done = subprocess.run(
+        [str(NODE), "check.mjs"],
+        cwd=MODELS,
+        input=json.dumps(resources),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: list[str] = json.loads(done.stdout)
+    return found
+
+
+def names_in(value: Any) -> set[str]:
+    """Field names of a specification, those that are free left out."""
+    if isinstance(value, list):
+        return {name for item in value for name in names_in(item)}
+    if not isinstance(value, dict):
+        return set()
+    below = {name for key, item in value.items() if key not in FREE for name in names_in(item)}
+    return set(value) | below
+
+
+@needs_models
+def test_resources_of_operators_have_the_types_of_their_models() -> None:
+    resources = [of_kind("PodMonitor", "voltriton"), of_kind("ScaledObject", "voltriton")]
+    assert faults_of(resources) == ["", ""]
+    monitor, scaled = copy.deepcopy(resources)
+    monitor["spec"]["podMetricsEndpoints"][0]["interval"] = 5
+    scaled["spec"]["maxReplicaCount"] = "twelve"
+    faults = faults_of([monitor, scaled])
+    assert "interval must be string" in faults[0] and "maxReplicaCount must be integer" in faults[1]
+
+
+@needs_models
+def test_resources_of_operators_have_no_unknown_field() -> None:
+    """The models let an unknown field pass, and the cluster drops it silently."""
+    texts = [path.read_text(encoding="utf-8") for path in (MODELS / "node_modules").rglob("*.d.ts")]
+    known = {name for text in texts for name in re.findall(r'"(\w+)"\??:', text)}
+    for kind in ("PodMonitor", "ScaledObject"):
+        used = names_in(of_kind(kind, "voltriton")["spec"])
+        assert len(used) > 5 and used <= known, used - known
+
+
+@pytest.mark.skipif(KUBECTL is None, reason="kubectl is not installed (or name it: KUBECTL)")
+def test_kustomize_makes_the_twelve_boxes() -> None:
+    made = {}
+    for name in ("base", "twelve-boxes"):
+        command = [str(KUBECTL), "kustomize", str(FOLDER / name)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        made[name] = {(m["kind"], m["metadata"]["name"]): m for m in yaml.safe_load_all(text)}
+    base, twelve = made["base"], made["twelve-boxes"]
+    assert base["StatefulSet", "voltriton"]["spec"]["replicas"] == 1
+    assert twelve["StatefulSet", "voltriton"]["spec"]["replicas"] == 12
+    assert base.keys() - twelve.keys() == {("ScaledObject", "voltriton")}
+    assert twelve.keys() - base.keys() == {("PersistentVolumeClaim", "voltriton-model")}
+    (server,) = [
+        c
+        for c in twelve["StatefulSet", "voltriton"]["spec"]["template"]["spec"]["containers"]
+        if c["name"] == "server"
+    ]
+    assert server["image"] == "registry.example/voltriton:v100"
 
 
 @pytest.mark.parametrize("name", ["base", "twelve-boxes"])
