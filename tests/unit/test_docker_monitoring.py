@@ -128,6 +128,39 @@ def test_the_dashboard_is_what_its_program_writes() -> None:
     assert (GRAFANA / "dashboards/voltriton.json").read_text(encoding="utf-8") == program.text()
 
 
+def test_grafanas_own_schema_knows_every_field_of_the_dashboard() -> None:
+    """Grafana's published types drop what they do not know; nothing of ours is lost in them, a slip would be."""
+    dashboard = pytest.importorskip(
+        "grafana_foundation_sdk.models.dashboard", reason="grafana-foundation-sdk"
+    )
+    from grafana_foundation_sdk.cog import plugins
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+
+    plugins.register_default_plugins()
+
+    def through(board: dict[str, Any]) -> Any:
+        return json.loads(JSONEncoder().encode(dashboard.Dashboard.from_json(board)))
+
+    board = json.loads((GRAFANA / "dashboards/voltriton.json").read_text(encoding="utf-8"))
+    assert lost(board, through(board)) == []
+    first = next(panel for panel in board["panels"] if panel["type"] != "row")
+    first["targets"][0]["expresion"] = first["options"]["legendd"] = 1
+    assert len(lost(board, through(board))) == 2
+
+
+def lost(given: Any, kept: Any, where: str = "") -> list[str]:
+    """Places of `given` that `kept` has not, or has otherwise."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        return [
+            place
+            for key, value in given.items()
+            for place in (lost(value, kept[key], f"{where}.{key}") if key in kept else [f"{where}.{key}"])
+        ]
+    if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        return [p for i, value in enumerate(given) for p in lost(value, kept[i], f"{where}[{i}]")]
+    return [] if given == kept else [where]
+
+
 def test_panels_do_not_overlap_and_use_the_provisioned_source() -> None:
     sources = yaml.safe_load(
         (GRAFANA / "provisioning/datasources/prometheus.yaml").read_text(encoding="utf-8")
