@@ -427,3 +427,36 @@ def test_progress_bar_on_a_terminal(tmp_path: Path) -> None:
         run.until("2/2")
     finally:
         assert run.close() == 0
+
+
+INTERRUPTED = """
+import contextlib, io, os, random, signal, sys, threading
+from voltriton_client.client import Client
+from voltriton_client.commands.common import aside
+from voltriton_client.commands.chat import read
+
+random.seed(0)
+client = aside(lambda: Client(sys.argv[1]))
+for _ in range(60):
+    interrupt = threading.Timer(random.random() * 0.04, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(read(client.stream("!long"))) as chunks:
+        for _ in chunks:
+            pass
+    with contextlib.suppress(KeyboardInterrupt):
+        interrupt.join()
+    with contextlib.closing(read(client.stream("a b"))) as chunks:
+        assert "".join(chunk.text for chunk in chunks) == "a b"
+os._exit(0)
+"""
+
+
+def test_ctrl_c_at_any_moment_leaves_the_client_well(server: FakeServer) -> None:
+    """KeyboardInterrupt within gRPC would leave its locks held: in the main thread one in ten made the next call hang."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", INTERRUPTED, server.address],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

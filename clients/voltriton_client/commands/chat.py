@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import queue
 import sys
+import threading
 import time
+from collections.abc import Generator
 from typing import Any
 
-from voltriton_client.client import Client
+from voltriton_client.client import Client, Stream
 from voltriton_client.commands.common import (
     add_sampling_options,
     add_server_options,
+    aside,
     client_for,
     command,
     fail,
@@ -24,13 +28,13 @@ from voltriton_client.commands.common import (
 )
 from voltriton_client.errors import InvalidArgument, VoltritonError
 from voltriton_client.request import request_for
-from voltriton_client.types import Collector, Result
+from voltriton_client.types import Chunk, Collector, Result
 
 HELP = "/reset forgets the talk   /system TEXT sets the system prompt   /exit ends   Ctrl-C stops an answer"
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-@command("chat")
+@command("chat", main_thread=True)
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="voltriton chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -42,14 +46,17 @@ def main(argv: list[str]) -> int:
     add_sampling_options(parser, max_tokens=1024)
     add_server_options(parser)
     args = parser.parse_args(argv)
-    with client_for(args) as client:
+    client = aside(lambda: client_for(args))
+    try:
         talk = Talk(client, args)
-        client.wait_ready(args.model, args.wait)
+        aside(lambda: client.wait_ready(args.model, args.wait))
         if args.text:
             return talk.once(" ".join(args.text))
         if not sys.stdin.isatty():
             return talk.once(read_text("-").strip())
         return talk.loop()
+    finally:
+        aside(client.close)
 
 
 class Talk:
@@ -117,7 +124,7 @@ class Talk:
             timeout_s=self._args.timeout,
             sampling=self._sampling,
         )
-        with self._client.stream(request) as chunks:
+        with contextlib.closing(read(self._client.stream(request))) as chunks:
             for chunk in chunks:
                 collector.add(chunk)
                 if chunk.reasoning and self._colour:
@@ -141,6 +148,28 @@ class Talk:
             print("system prompt set; forgotten the rest", file=sys.stderr)
         else:
             print(HELP if word == "/help" else f"no order {word}; {HELP}", file=sys.stderr)
+
+
+def read(stream: Stream) -> Generator[Chunk, None, None]:
+    """The chunks of an answer, read by another thread (see `aside`); leaving early cancels it."""
+    chunks: queue.SimpleQueue[Chunk | BaseException | None] = queue.SimpleQueue()
+
+    def fetch() -> None:
+        try:
+            for chunk in stream:
+                chunks.put(chunk)
+            chunks.put(None)
+        except BaseException as error:
+            chunks.put(error)
+
+    threading.Thread(target=fetch, name="voltriton-read", daemon=True).start()
+    try:
+        while (item := chunks.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        aside(stream.close)
 
 
 def stats(result: Result, seconds: float) -> str:

@@ -7,14 +7,18 @@ import functools
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from voltriton_client.channel import MIB, Tls
 from voltriton_client.client import Client
 from voltriton_client.errors import InvalidArgument, VoltritonError
 from voltriton_client.request import DEFAULT_MODEL
+
+T = TypeVar("T")
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -109,14 +113,37 @@ def read_text(path: str) -> str:
         raise InvalidArgument(f"{path}: no UTF-8 text at byte {error.start}") from error
 
 
-def command(name: str) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
-    """Make a command's `main` answer every failure of the service with one line and status 1."""
+def aside(work: Callable[[], T]) -> T:
+    """Do it on a thread of its own, and wait for what comes of it.
+
+    Ctrl-C raises KeyboardInterrupt in the main thread, wherever that is: within gRPC's code it leaves locks held, and
+    the channel's next call, or its closing, waits for ever. So the main thread of a command never enters gRPC.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="voltriton-command", daemon=True).start()
+    return outcome.result()
+
+
+def command(
+    name: str, main_thread: bool = False
+) -> Callable[[Callable[[list[str]], int]], Callable[[list[str]], int]]:
+    """Make a command's `main` answer every failure of the service with one line and status 1.
+
+    One that has signals or a terminal to look after runs in the main thread, and keeps that out of gRPC itself.
+    """
 
     def wrap(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
         @functools.wraps(main)
         def run(argv: list[str]) -> int:
             try:
-                return main(argv)
+                return main(argv) if main_thread else aside(lambda: main(argv))
             except VoltritonError as error:
                 return fail(name, error)
 

@@ -13,7 +13,7 @@ from voltriton_client.errors import InvalidArgument
 from voltriton_client.gateway.settings import Alias, Settings
 
 
-@command("gateway")
+@command("gateway", main_thread=True)
 def main(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     _refuse_open_door(args)
