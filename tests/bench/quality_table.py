@@ -1,9 +1,11 @@
 """The quality table: perplexity of 16-bit, round to nearest, ours calibrated, ModelOpt's and llm-compressor's default.
 
+    python tests/bench/quality_texts.py TEXTS
     python tests/bench/quality_table.py MODEL_DIR --calib FILE ... --test FILE ... \\
         --modelopt DIR --llm-compressor DIR                                          # see docs/quality.md
 
-Every checkpoint is made from the same folder and read back by the same code; perplexity is in float32.
+Every checkpoint is made from the same folder and read back by the same code; perplexity is in float32. With `--json`,
+rows that the file has are not measured again.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -82,24 +85,43 @@ def main() -> None:
 def table(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     tokenizer = load_tokenizer(args.model)
     texts = {t.stem: windows(tokenizer, [t], args.test_tokens, args.window, seed=1) for t in args.test}
-    rows = {"16 bit": measure(Source(args.model), texts, 0.0)}
-    for name, make in variants(args).items():
-        work = Path(tempfile.mkdtemp(prefix="quality."))
-        try:
-            began = time.monotonic()
-            make(args.model, work / "out")
-            rows[name] = measure(Source(work / "out"), texts, time.monotonic() - began)
-        finally:
-            shutil.rmtree(work)
+    rows = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    made = {"16 bit": None} | variants(args)
+    for name, make in made.items():
+        if name not in rows:
+            rows[name] = row(args.model, make, texts)
         show(name, rows, texts)
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1) + "\n")
     return rows
 
 
-def measure(source: Source, texts: dict[str, list[torch.Tensor]], seconds: float) -> dict[str, float]:
+def row(
+    source: Path, make: Callable[[Path, Path], None] | None, texts: dict[str, list[torch.Tensor]]
+) -> dict[str, float]:
+    """Perplexities by text, and what making the checkpoint took."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    return {name: perplexity(source, ids) for name, ids in texts.items()} | {"seconds": seconds}
+    if make is None:
+        return perplexities(source, texts) | {"seconds": 0.0, "CPU seconds": 0.0}
+    work = Path(tempfile.mkdtemp(prefix="quality."))
+    try:
+        began, cpu = time.monotonic(), cpu_seconds()
+        make(source, work / "out")
+        cost = {"seconds": time.monotonic() - began, "CPU seconds": cpu_seconds() - cpu}
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        return perplexities(work / "out", texts) | cost
+    finally:
+        shutil.rmtree(work)
+
+
+def perplexities(folder: Path, texts: dict[str, list[torch.Tensor]]) -> dict[str, float]:
+    return {name: perplexity(Source(folder), ids) for name, ids in texts.items()}
+
+
+def cpu_seconds() -> float:
+    """Of this process and its children that have ended."""
+    both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in both)
 
 
 def show(name: str, rows: dict[str, dict[str, float]], texts: dict[str, list[torch.Tensor]]) -> None:
@@ -109,7 +131,11 @@ def show(name: str, rows: dict[str, dict[str, float]], texts: dict[str, list[tor
         gap = worst[text] - base[text]
         closed = f", {(worst[text] - rows[name][text]) / gap:.0%} closed" if gap else ""
         parts.append(f"{text} {base[text]:.3f} -> {rows[name][text]:.3f}{closed}")
-    print(f"{name}: {'; '.join(parts)}; made in {rows[name]['seconds']:.0f} s", flush=True)
+    print(
+        f"{name}: {'; '.join(parts)}; made in {rows[name]['seconds']:.0f} s,"
+        f" CPU {rows[name]['CPU seconds']:.0f} s",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

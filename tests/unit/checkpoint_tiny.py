@@ -81,3 +81,42 @@ def tiny_tokenizer() -> Any:
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     return tokenizer
+
+
+MOE = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "moe_intermediate_size": 32,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+GDN = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+
+def write_expert_folder(path: Path, arch: str) -> Path:
+    """A random model with experts, `qwen3_moe` or `qwen3_next`, as transformers saves it."""
+    import transformers
+
+    torch.manual_seed(0)
+    if arch == "qwen3_moe":
+        model: Any = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**MOE))
+    else:
+        model = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**MOE, **GDN))
+    model.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path

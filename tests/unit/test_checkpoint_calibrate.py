@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_tiny import CONFIG, tiny_tokenizer, tiny_weights, write_folder
+from checkpoint_tiny import CONFIG, tiny_tokenizer, tiny_weights, write_expert_folder, write_folder
 from safetensors.torch import load_file
 from test_checkpoint_gguf import NORMS, to_folder, write_gguf
 from transformers import AutoModelForCausalLM
 from voltriton.checkpoint import calibrate as calibrate_module
-from voltriton.checkpoint.calibrate import Moments, energy, group_sizes
+from voltriton.checkpoint import layers as layers_module
+from voltriton.checkpoint import moments as moments_module
 from voltriton.checkpoint.codec import Rule, dequantise, quantise
 from voltriton.checkpoint.convert import main
 from voltriton.checkpoint.feedback import Basis, feedback_scales
 from voltriton.checkpoint.layers import LayerwiseModel
+from voltriton.checkpoint.moments import Moments, energy, group_sizes
 from voltriton.checkpoint.scales import max_scales, searched_scales
 from voltriton.checkpoint.source import Source
 from voltriton.checkpoint.texts import windows
@@ -34,18 +36,29 @@ def correlated_inputs(columns: int, count: int = 2000) -> torch.Tensor:
     return (torch.randn(count, columns // 4) @ mix + noise) * torch.logspace(-1, 1, columns)
 
 
-@pytest.mark.parametrize("family", NORMS)
-def test_layer_by_layer_is_the_whole_model(family: str, tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf", family)
-    to_folder(tmp_path / "m.gguf", tmp_path / "hf", "--dtype", "float32")
-    ids = [torch.randint(0, 256, (1, 48)) for _ in range(3)]
+EXPERTS = ("qwen3_moe", "qwen3_next")
+
+
+@pytest.mark.parametrize("family", [*NORMS, *EXPERTS])
+def test_layer_by_layer_is_the_whole_model(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers_module, "BATCH_TOKENS", 96)  # two windows at a time, and one left
+    if family in EXPERTS:
+        write_expert_folder(tmp_path / "hf", family)
+    else:
+        write_gguf(tmp_path / "m.gguf", family)
+        to_folder(tmp_path / "m.gguf", tmp_path / "hf", "--dtype", "float32")
+    ids = [torch.randint(0, 96, (1, 48)) for _ in range(3)]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     layerwise = LayerwiseModel(Source(tmp_path / "hf"), ids)
     layerwise.forward()
-    for window, state in zip(ids, layerwise.states, strict=True):
-        with torch.no_grad():
-            whole = model.model(window).last_hidden_state
-            torch.testing.assert_close(model.model.norm(state), whole, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        whole = model.model(torch.cat(ids)).last_hidden_state
+        got = model.model.norm(torch.cat(layerwise.states))
+        torch.testing.assert_close(got, whole, rtol=1e-4, atol=1e-5)
+        logits = torch.cat([part for _, part in layerwise.logits(2, 20)])
+        torch.testing.assert_close(logits, model(ids[2]).logits[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("rule", list(Rule))
@@ -100,7 +113,7 @@ def test_a_token_with_huge_activations_does_not_rule(tmp_path: Path) -> None:
 def test_moments_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     assert group_sizes(1536) == [1536]
     assert group_sizes(8960) == [2992, 2992, 2976]
-    monkeypatch.setattr(calibrate_module, "GROUP_COLUMNS", 32)
+    monkeypatch.setattr(moments_module, "GROUP_COLUMNS", 32)
     inputs = torch.randn(50, 80)
     moments = Moments(80)
     moments.add(inputs[:20])
@@ -112,6 +125,41 @@ def test_moments_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(part, whole[begin:end, begin:end], rtol=1e-5, atol=1e-5)
         begin = end
     assert begin == 80
+
+
+@pytest.mark.parametrize("arch", EXPERTS)
+def test_experts_are_calibrated(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several passes, each for as many experts as the memory allows; also those that see no token."""
+    monkeypatch.setattr(calibrate_module, "STAGE_BYTES", 4 * 64**2 * 4)  # four experts
+    source = write_expert_folder(tmp_path / "in", arch)
+    (tmp_path / "text.txt").write_text(PROSE)
+    ids = windows(tiny_tokenizer(), [tmp_path / "text.txt"], 512, 64, seed=99)
+    passed: list[int] = []
+    real = Moments.add
+
+    def add(self: Moments, *args: Any) -> None:
+        passed.append(len(args[0].reshape(-1, args[0].shape[-1])))
+        real(self, *args)
+
+    monkeypatch.setattr(Moments, "add", add)
+    few = ["--calib", str(tmp_path / "text.txt"), "--calib-tokens", "4096", "--calib-window", "64"]
+    assert main([str(source), str(tmp_path / "ours"), *few]) == 0
+    assert main([str(source), str(tmp_path / "plain")]) == 0
+    assert len(set(passed)) > 4  # experts see different numbers of tokens
+    target, ours, plain = (states_of(tmp_path / name, ids) for name in ("in", "ours", "plain"))
+    assert (ours - target).square().mean() < 0.7 * (plain - target).square().mean()
+
+
+def states_of(folder: Path, ids: list[torch.Tensor]) -> torch.Tensor:
+    model = LayerwiseModel(Source(folder), ids)
+    model.forward()
+    return torch.cat(model.states)
+
+
+def test_an_expert_without_tokens_is_rounded_by_its_weights_alone() -> None:
+    moments = Moments(32)
+    moments.add(torch.zeros(0, 32))
+    assert torch.equal(moments.groups()[0], torch.eye(32))
 
 
 def calibrated(tmp_path: Path, out: str, *options: str) -> dict[str, torch.Tensor]:
@@ -203,9 +251,9 @@ def test_missing_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_family_without_calibration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "t.txt").write_text(PROSE)
-    config: dict[str, Any] = CONFIG | {"model_type": "qwen3_moe"}
+    config: dict[str, Any] = CONFIG | {"model_type": "qwen3_5_text"}
     write_folder(tmp_path / "in", tiny_weights(), config, tokenizer=True)
-    check(tmp_path, capsys, [str(tmp_path / "t.txt")], "calibration does not handle 'qwen3_moe'")
+    check(tmp_path, capsys, [str(tmp_path / "t.txt")], "calibration does not handle 'qwen3_5_text'")
 
 
 def test_w4a4_needs_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -377,21 +376,35 @@ def test_nothing_matches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "nothing to quantise" in refused(capsys, str(source), str(tmp_path / "out"), "--exclude", "*")
 
 
-def test_full_disk(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = write_folder(tmp_path / "in", tiny_weights())
-    usage = shutil.disk_usage(tmp_path)._replace(free=1_000_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    assert "free disk" in refused(capsys, str(source), str(tmp_path / "out"))
-    monkeypatch.undo()
+FULL = """
+import os, subprocess, sys
+from voltriton.checkpoint import folder
+from voltriton.checkpoint.convert import main
+disk = sys.argv[1]
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "none", disk], check=True)
+main([*sys.argv[2:], disk + "/out"])
+folder.check_free_disk = lambda *_: None  # others fill it while we write
+main([*sys.argv[2:], disk + "/out"])
+print(os.listdir(disk))
+"""
 
-    def write(self: Any, name: str, offset: int, data: torch.Tensor) -> None:
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(folder_module.ModelFolder, "write", write)
-    assert "No space left" in refused(capsys, str(source), str(tmp_path / "out"))
-    assert left_over(tmp_path, "in") == []
+@pytest.mark.parametrize("calib", [False, True])
+def test_full_disk(calib: bool, tmp_path: Path) -> None:
+    """A real one of 200 kB, in a mount namespace of its own."""
+    if subprocess.run(["unshare", "-Urm", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no user namespaces on this machine")
+    config = CONFIG | {"num_hidden_layers": 12}
+    source = write_folder(tmp_path / "in", tiny_weights(layers=12), config, tokenizer=True)
+    (tmp_path / "t.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    (tmp_path / "disk").mkdir()
+    options = ["--calib", str(tmp_path / "t.txt"), "--calib-window", "64"] if calib else []
+    command = ["unshare", "-Urm", sys.executable, "-c", FULL, str(tmp_path / "disk"), str(source), *options]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    before, during = [line for line in done.stderr.splitlines() if line.startswith("voltriton")]
+    assert "free disk" in before
+    assert "No space left on device" in during
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_two_writers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,22 +62,20 @@ def add_bpe(writer: GGUFWriter, pre: str = "gpt-2") -> None:
     writer.add_chat_template(TEMPLATE)
 
 
-def add_sentencepiece(writer: GGUFWriter) -> None:
-    pieces = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{b:02X}>" for b in range(256)),
-        "▁",
-        *"helo wrd",
-        "he",
-        "ll",
-        "▁w",
-    ]
+def sentencepiece_vocabulary(family: str) -> list[str]:
+    special = ["<unk>", "<s>", "</s>"]
+    if family == "gemma3":  # all of Gemma's own: transformers adds those that are missing
+        special = ["<unk>", "<bos>", "<eos>", "<pad>", "<mask>"]
+    return [*special, *(f"<0x{b:02X}>" for b in range(256)), "▁", *"helo wrd", "he", "ll", "▁w"]
+
+
+def add_sentencepiece(writer: GGUFWriter, family: str) -> None:
+    pieces = sentencepiece_vocabulary(family)
+    special, letters = pieces.index("<0x00>"), pieces.index("▁")
     writer.add_tokenizer_model("llama")
     writer.add_token_list(pieces)
-    writer.add_token_scores([0.0] * 259 + [-float(i) for i in range(len(pieces) - 259)])
-    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * (len(pieces) - 259))
+    writer.add_token_scores([0.0] * letters + [-float(i) for i in range(len(pieces) - letters)])
+    writer.add_token_types([2] + [3] * (special - 1) + [6] * 256 + [1] * (len(pieces) - letters))
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
@@ -104,7 +102,7 @@ def write_gguf(
     path: Path,
     family: str = "llama",
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
-    spm: bool = False,
+    spm: bool | None = None,
     extra: dict[str, np.ndarray[Any, Any]] | None = None,
     pre: str = "gpt-2",
 ) -> dict[str, np.ndarray[Any, Any]]:
@@ -120,8 +118,9 @@ def write_gguf(
     writer.add_rope_freq_base(10000.0)
     if family == "gemma3":
         writer.add_sliding_window(32)
-    add_sentencepiece(writer) if spm else add_bpe(writer, pre)
-    vocabulary = 271 if spm else len(byte_level_vocabulary())
+    spm = family == "gemma3" if spm is None else spm
+    add_sentencepiece(writer, family) if spm else add_bpe(writer, pre)
+    vocabulary = len(sentencepiece_vocabulary(family) if spm else byte_level_vocabulary())
     weights = weights_of(family, vocabulary) | (extra or {})
     for name, value in weights.items():
         stored = quantize(value, kind) if value.ndim == 2 else value
@@ -183,6 +182,7 @@ def test_every_quantised_kind_is_expanded(kind: GGMLQuantizationType, tmp_path: 
     try:
         expected = dequantize(raw, kind)
     except NotImplementedError:
+        assert not kind.name.endswith("_K")
         pytest.skip(f"the gguf package cannot expand {kind.name}")
     writer = GGUFWriter(str(tmp_path / "m.gguf"), "llama")
     keys = {"context_length": 64, "embedding_length": 256, "block_count": 1, "feed_forward_length": 128}
@@ -190,7 +190,11 @@ def test_every_quantised_kind_is_expanded(kind: GGMLQuantizationType, tmp_path: 
         writer.add_uint32(f"llama.{name}", value)
     writer.add_layer_norm_rms_eps(1e-5)
     add_bpe(writer)
-    writer.add_tensor("token_embd.weight", np.zeros((262, 256), np.float32))
+    shapes = {"attn_q": (256, 256), "attn_k": (256, 256), "attn_v": (256, 256), "attn_output": (256, 256)}
+    shapes |= {"ffn_up": (128, 256), "ffn_down": (256, 128), "attn_norm": (256,), "ffn_norm": (256,)}
+    shapes = {f"blk.0.{n}.weight": s for n, s in shapes.items()} | {"output_norm.weight": (256,)}
+    for name, shape in (shapes | {"token_embd.weight": (262, 256)}).items():
+        writer.add_tensor(name, np.zeros(shape, np.float32))
     writer.add_tensor("blk.0.ffn_gate.weight", raw, raw_dtype=kind)
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         step()
@@ -199,8 +203,9 @@ def test_every_quantised_kind_is_expanded(kind: GGMLQuantizationType, tmp_path: 
     np.testing.assert_array_equal(made["model.layers.0.mlp.gate_proj.weight"].numpy(), expected)
 
 
-def test_byte_level_tokenizer_template_and_ends(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf")
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_byte_level_tokenizer_template_and_ends(family: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", family)
     to_folder(tmp_path / "m.gguf", tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "hello, 世界 2024 🙂"
@@ -219,8 +224,9 @@ def test_smollm_splits_digits(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "out").tokenize("2024") == ["2", "0", "2", "4"]
 
 
-def test_sentencepiece_tokenizer_adds_bos(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf", spm=True)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_sentencepiece_tokenizer_adds_bos(family: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", family, spm=True)
     to_folder(tmp_path / "m.gguf", tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     ids = tokenizer("hello wörld")["input_ids"]
@@ -284,7 +290,35 @@ def cut_metadata(path: Path) -> None:
     os.truncate(path, 600)
 
 
+def break_a_token(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"<|im_start|>", b"<|im_\xff\xfert|>"))
+
+
+def break_the_width(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    key = b"llama.feed_forward_length"
+    place = content.index(key) + len(key) + 4  # behind the type of the value
+    content[place : place + 4] = (65).to_bytes(4, "little")
+    path.write_bytes(content)
+
+
+def no_width(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    key = b"llama.embedding_length"
+    place = content.index(key) + len(key) + 4
+    content[place : place + 4] = bytes(4)
+    path.write_bytes(content)
+
+
+def poison(path: Path) -> None:
+    write_gguf(path, extra={"blk.1.ffn_up.weight": np.full((128, 64), np.nan, np.float32)})
+
+
 BAD = {
+    "token that is no UTF-8": (break_a_token, "damaged"),
+    "width of another model": (break_the_width, "the configuration says"),
+    "no width": (no_width, "hidden_size 0"),
+    "NaN": (poison, "blk.1.ffn_up.weight: NaN"),
     "cut off": (cut, "cut off"),
     "cut metadata": (cut_metadata, "cut off"),
     "no GGUF": (lambda p: p.write_bytes(b"PK\x03\x04" * 500), "not a GGUF file"),
@@ -299,6 +333,14 @@ def test_bad_file(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     write_gguf(tmp_path / "m.gguf")
     damage(tmp_path / "m.gguf")
     refused(tmp_path, capsys, tmp_path / "m.gguf", text)
+
+
+@pytest.mark.parametrize(("family", "spm"), [("qwen2", True), ("qwen3", True), ("gemma3", False)])
+def test_tokenizer_kind_of_another_family(
+    family: str, spm: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_gguf(tmp_path / "m.gguf", family, spm=spm)
+    refused(tmp_path, capsys, tmp_path / "m.gguf", f"is not handled for {family}")
 
 
 def test_unknown_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import copy
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,26 +14,27 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from voltriton.checkpoint.codec import Rule, dequantise, quantise
+from voltriton.checkpoint.codec import BLOCK, Rule, quantise
 from voltriton.checkpoint.errors import CheckpointError
+from voltriton.checkpoint.experts import Expert
 from voltriton.checkpoint.feedback import Basis, feedback_scales
 from voltriton.checkpoint.folder import ModelFolder
-from voltriton.checkpoint.layers import LayerwiseModel
+from voltriton.checkpoint.layers import LayerwiseModel, States, Streamed
 from voltriton.checkpoint.layout import tensor_names
+from voltriton.checkpoint.moments import Moments, energy
 from voltriton.checkpoint.progress import meter
 from voltriton.checkpoint.scales import searched_scales
-from voltriton.checkpoint.source import Source
+from voltriton.checkpoint.source import Nvfp4, Source, Weight
 from voltriton.checkpoint.texts import load_tokenizer, windows
 
-# Second moments are kept between inputs of the same group of columns; larger ones cost too much memory.
-GROUP_COLUMNS = 4096
-RIDGE = 0.05  # of the mean square input, in the correction of drift
 TASK_ROWS = 1024  # rows of one piece of work: they do not depend on each other
+STAGE_BYTES = 256 << 20  # of moments kept at a time
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to calibrate. `shrink`: how much of the moments between different inputs is left out, 0 to 1."""
+    """How to calibrate. `shrink`: how much of the moments between different inputs is left out, 0 to 1; `follow`: how
+    much of the error that earlier layers left in the inputs is corrected, 0 to 1; `sweeps`: see feedback_scales."""
 
     files: list[Path] = field(default_factory=list)
     tokens: int = 32768
@@ -37,74 +42,8 @@ class Recipe:
     seed: int = 0
     feedback: bool = True
     shrink: float = 0.3
-    follow: float = 0.0  # how much of the error that earlier layers left in the inputs is corrected, 0 to 1
-
-
-class Moments:
-    """Sums of x_i x_j over tokens, by groups of columns, and the largest magnitude seen."""
-
-    def __init__(self, columns: int):
-        self._sums = [torch.zeros(n, n) for n in group_sizes(columns)]
-        self._drift: list[torch.Tensor] = []
-        self._count = 0
-        self.amax = torch.zeros(())
-
-    def add(self, inputs: torch.Tensor, token_weight: torch.Tensor | None = None) -> None:
-        """`inputs` [..., columns]; `token_weight` [tokens] multiplies each token's share, default 1."""
-        flat = inputs.reshape(-1, inputs.shape[-1]).float()
-        self.amax = torch.maximum(self.amax, flat.abs().max())
-        if token_weight is not None:
-            flat = flat * token_weight.sqrt()[:, None]
-        for part, sums in zip(
-            flat.split_with_sizes([len(s) for s in self._sums], 1), self._sums, strict=True
-        ):
-            sums.addmm_(part.T, part)
-        self._count += len(flat)
-
-    def add_drift(
-        self, inputs: torch.Tensor, wanted: torch.Tensor, token_weight: torch.Tensor | None
-    ) -> None:
-        """Also sum (wanted - input)_i input_j; call it with what `add` gets."""
-        flat = inputs.reshape(-1, inputs.shape[-1]).float()
-        gap = wanted.reshape(flat.shape).float() - flat
-        if token_weight is not None:
-            gap = gap * token_weight[:, None]
-        self._drift = self._drift or [torch.zeros_like(s) for s in self._sums]
-        sizes = [len(s) for s in self._sums]
-        pairs = zip(gap.split_with_sizes(sizes, 1), flat.split_with_sizes(sizes, 1), strict=True)
-        for (g, x), sums in zip(pairs, self._drift, strict=True):
-            sums.addmm_(g.T, x)
-
-    def corrected(self, weight: torch.Tensor, strength: float) -> torch.Tensor:
-        """The weight whose product with the inputs as they are is nearest to the wanted one's with the wanted
-        inputs: W + W D H^-1, with H = sum x x^T and D = sum (wanted - x) x^T, least squares with a ridge."""
-        if not self._drift or not strength:
-            return weight
-        parts = weight.split_with_sizes([len(s) for s in self._sums], 1)
-        return torch.cat(
-            [self._correct(*p, strength) for p in zip(parts, self._sums, self._drift, strict=True)], 1
-        )
-
-    @staticmethod
-    def _correct(
-        weight: torch.Tensor, sums: torch.Tensor, drift: torch.Tensor, strength: float
-    ) -> torch.Tensor:
-        h = sums.double()
-        h.diagonal().add_(h.diagonal().mean() * RIDGE + 1e-30)
-        change: torch.Tensor = torch.linalg.solve(h, (weight.double() @ drift.double()).T).T
-        return weight + strength * change.float()
-
-    def groups(self) -> list[torch.Tensor]:
-        if not all(bool(torch.isfinite(s).all()) for s in self._sums):
-            raise CheckpointError("the calibration text makes infinite activations in this model")
-        return [s / max(self._count, 1) for s in self._sums]
-
-
-def group_sizes(columns: int) -> list[int]:
-    """Equal groups, multiples of 16, none over GROUP_COLUMNS."""
-    count = -(-columns // GROUP_COLUMNS)
-    size = -(-columns // count // 16) * 16
-    return [min(size, columns - begin) for begin in range(0, columns, size)]
+    follow: float = 1.0
+    sweeps: int = 2
 
 
 def calibrate(
@@ -118,9 +57,8 @@ def calibrate(
 ) -> None:
     """Write the quantised tensors of all `groups` (module names by fused layer), layer after layer."""
     tokenizer = load_tokenizer(source.path)
-    model = LayerwiseModel(
-        source, windows(tokenizer, recipe.files, recipe.tokens, recipe.window, recipe.seed)
-    )
+    text = windows(tokenizer, recipe.files, recipe.tokens, recipe.window, recipe.seed)
+    model = LayerwiseModel(source, text, folder.path)
     by_layer = {i: groups_of_layer(groups, i) for i in range(len(model))}
     outside = set(groups) - {g for members in by_layer.values() for g in members}
     if outside:
@@ -128,22 +66,32 @@ def calibrate(
             f"{sorted(outside)[0]} is in no decoder layer and cannot be calibrated: --exclude it"
         )
     total = sum(source.weights[f"{m}.weight"].spec.nbytes for members in groups.values() for m in members)
-    drifted = list(model.states) if recipe.follow else []  # the states of the model quantised so far
+    drifted = model.kept(model.states)  # as `model.states`, of the model quantised so far
     pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-    with pool, meter("calibrating", total) as shown:
+    with pool, meter("calibrating", total) as shown, _all_threads(threads):
+        writer = _Writer(folder, rule, recipe, input_scale, pool)
         for index, members in by_layer.items():
             with model.layer(index) as layer:
-                torch.set_num_threads(threads)  # the forward pass: large products
-                moments, states = _observe(model, layer, index, members, drifted)
-                torch.set_num_threads(1)  # the rounding: many small steps, so several pieces at once
-                for group, modules in members.items():
-                    weights = {m: _linear(layer, index, m).weight.data for m in modules}
-                    _Writer(folder, rule, moments[group], recipe, input_scale).group(weights, pool)
-                    shown.add(sum(source.weights[f"{m}.weight"].spec.nbytes for m in modules))
-                model.states = states
-                if recipe.follow:
-                    torch.set_num_threads(threads)
-                    drifted = [model.run(layer, index, state) for state in drifted]
+                work = _Layer(model, layer, index, members, drifted, recipe.follow > 0)
+                for stage in work.stages():
+                    todo = [g for g in stage if not writer.done(work.matrices(g))]
+                    moments = work.moments(todo)
+                    for group in stage:
+                        matrices = work.matrices(group)
+                        if group in moments:
+                            writer.write(matrices, moments[group])
+                        work.replace({m: writer.written(m) for m in matrices})
+                        shown.add(sum(w.spec.nbytes for w in matrices.values()))
+                work.finish()
+            folder.save()
+
+
+@contextlib.contextmanager
+def _all_threads(threads: int) -> Iterator[None]:
+    """Large products in the forward pass; elsewhere one thread each, several pieces of work at once."""
+    torch.set_num_threads(threads)
+    yield
+    torch.set_num_threads(1)
 
 
 def groups_of_layer(groups: dict[str, list[str]], index: int) -> dict[str, list[str]]:
@@ -151,67 +99,134 @@ def groups_of_layer(groups: dict[str, list[str]], index: int) -> dict[str, list[
     return {g: modules for g, modules in groups.items() if modules[0].startswith(prefix)}
 
 
-def _linear(layer: nn.Module, index: int, module: str) -> nn.Linear:
-    linear = layer.get_submodule(module.removeprefix(f"model.layers.{index}."))
-    if not isinstance(linear, nn.Linear):
-        raise CheckpointError(f"{module} is no linear layer")
-    return linear
+class _Reached(Exception):
+    """The matrices in question have got their input: the rest of the pass is not needed."""
 
 
-def _observe(
-    model: LayerwiseModel,
-    layer: nn.Module,
-    index: int,
-    members: dict[str, list[str]],
-    drifted: list[torch.Tensor],
-) -> tuple[dict[str, Moments], list[torch.Tensor]]:
-    """Moments by group (its matrices have the same input) and the states behind the layer. With `drifted`, the
-    inputs are those of the model quantised so far, and the drift from the true ones is kept too."""
-    seen: dict[str, torch.Tensor] = {}
-    moments: dict[str, Moments] = {}
-    hooks = []
-    for group, modules in members.items():
-        linear = _linear(layer, index, modules[0])
-        moments[group] = Moments(linear.in_features)
-        hooks.append(linear.register_forward_pre_hook(_keeper(seen, group)))
-    states = []
-    for i, state in enumerate(model.states):
-        states.append(model.run(layer, index, state))
-        wanted = dict(seen)
-        if drifted:
-            model.run(layer, index, drifted[i])
-        for group, modules in members.items():
-            share = None if _mixes_tokens(modules[0]) else 1 / energy(states[-1])
-            moments[group].add(seen[group], share)
-            if drifted:
-                moments[group].add_drift(seen[group], wanted[group], share)
-    for hook in hooks:
-        hook.remove()
-    return moments, states
+class _Layer:
+    """One decoder layer whose matrices are replaced by what they were rounded to, one stage after another.
+
+    Their inputs are those of the model quantised so far; the layer as it was, kept aside, says what they should be.
+    """
+
+    def __init__(
+        self,
+        model: LayerwiseModel,
+        layer: nn.Module,
+        index: int,
+        members: dict[str, list[str]],
+        drifted: States | list[torch.Tensor],
+        compare: bool,
+    ):
+        self._model, self._layer, self._index, self._members = model, layer, index, members
+        self._drifted, self._compare = drifted, compare
+        self._original = copy.deepcopy(layer)  # norms and biases; the matrices are in their files
+        self._reached: dict[str, None] = {}
+        hooks = [self._first(g).register_forward_pre_hook(self._note(g)) for g in members]
+        self._after = model.kept(model.run(layer, index, state) for state in model.states)
+        for hook in hooks:
+            hook.remove()
+
+    def _note(self, group: str) -> Callable[..., None]:
+        return lambda module, inputs: self._reached.update({group: None})
+
+    def _module(self, name: str, layer: nn.Module | None = None) -> nn.Module:
+        return (layer or self._layer).get_submodule(name.removeprefix(f"model.layers.{self._index}."))
+
+    def _linear(self, name: str, layer: nn.Module | None = None) -> Streamed:
+        module = self._module(name, layer)
+        if not isinstance(module, Streamed):
+            raise CheckpointError(f"{name} is no linear layer")
+        return module
+
+    def _first(self, group: str, layer: nn.Module | None = None) -> Streamed:
+        """All matrices of a group have the same input."""
+        return self._linear(self._members[group][0], layer)
+
+    def matrices(self, group: str) -> dict[str, Weight]:
+        """The group's weights as they were."""
+        return {m: self._linear(m, self._original).matrix for m in self._members[group]}
+
+    def replace(self, matrices: dict[str, Weight]) -> None:
+        for name, matrix in matrices.items():
+            self._linear(name).matrix = matrix
+
+    def stages(self) -> Iterator[list[str]]:
+        """Groups in the order they run; the same matrices of several experts at once, as far as memory allows."""
+        order = [*self._reached, *(g for g in self._members if g not in self._reached)]
+        for _, alike in itertools.groupby(sorted(order, key=self._place(order)), key=_kind):
+            stage: list[str] = []
+            size = 0
+            for group in alike:
+                nbytes = 4 * self._first(group).matrix.spec.shape[1] ** 2
+                if stage and size + nbytes > STAGE_BYTES:
+                    yield stage
+                    stage, size = [], 0
+                stage.append(group)
+                size += nbytes
+            yield stage
+
+    @staticmethod
+    def _place(order: list[str]) -> Callable[[str], int]:
+        kinds = list(dict.fromkeys(map(_kind, order)))
+        return lambda group: kinds.index(_kind(group))
+
+    def moments(self, groups: list[str]) -> dict[str, Moments]:
+        found = {g: Moments(self._first(g).matrix.spec.shape[1]) for g in groups}
+        for true, drifted, after in zip(self._model.states, self._drifted, self._after, strict=True):
+            if not groups:
+                break
+            given = self._inputs(groups, self._layer, drifted)
+            experts = [g for g in groups if ".experts." in g]
+            wanted = self._inputs(groups, self._original, true) if self._compare and not experts else {}
+            for group, inputs in given.items():
+                found[group].add(inputs, self._shares(group, after), wanted.get(group))
+        return found
+
+    def _shares(self, group: str, after: torch.Tensor) -> torch.Tensor | None:
+        """What each token that the group has just seen counts."""
+        module = self._members[group][0]
+        if _mixes_tokens(module):
+            return None
+        expert = self._module(module.rpartition(".")[0])
+        if isinstance(expert, Expert):
+            return expert.shares.square() / energy(after)[expert.tokens]
+        return 1 / energy(after)
+
+    def _inputs(self, groups: list[str], layer: nn.Module, state: torch.Tensor) -> dict[str, torch.Tensor]:
+        """By group; an expert that no token was routed to has none."""
+        found: dict[str, torch.Tensor] = {}
+
+        def keep(group: str) -> Callable[..., None]:
+            def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+                found[group] = inputs[0]
+                if len(found) == len(groups):
+                    raise _Reached
+
+            return hook
+
+        hooks = [self._first(g, layer).register_forward_pre_hook(keep(g)) for g in groups]
+        with contextlib.suppress(_Reached):
+            self._model.run(layer, self._index, state)
+        for h in hooks:
+            h.remove()
+        return found
+
+    def finish(self) -> None:
+        """Take both kinds of states behind the layer."""
+        self._model.states = self._after
+        for i, state in enumerate(self._drifted):
+            self._drifted[i] = self._model.run(self._layer, self._index, state)
+
+
+def _kind(group: str) -> str:
+    """The same for all experts of a layer."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.", group)
 
 
 def _mixes_tokens(module: str) -> bool:
     """Queries, keys and values act on other tokens too, and their inputs are normalised."""
-    return module.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj")
-
-
-def energy(state: torch.Tensor) -> torch.Tensor:
-    """Mean square of the residual stream at each token [tokens].
-
-    What a layer adds to the stream is divided by its size in the norms that follow, so an error there counts in
-    proportion. Without this the few tokens with huge activations (attention sinks, arXiv:2309.17453) would be
-    all that the scales are chosen for.
-    """
-    return state.reshape(-1, state.shape[-1]).square().mean(-1).clamp_min(1e-12)
-
-
-def _keeper(
-    seen: dict[str, torch.Tensor], group: str
-) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-    def keep(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        seen[group] = inputs[0]
-
-    return keep
+    return module.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj", "in_proj_qkvz")
 
 
 @dataclass(frozen=True)
@@ -220,68 +235,75 @@ class _Writer:
 
     folder: ModelFolder
     rule: Rule
-    moments: Moments
     recipe: Recipe
     input_scale: bool
+    pool: ThreadPoolExecutor
 
-    def group(self, weights: dict[str, torch.Tensor], pool: ThreadPoolExecutor) -> None:
-        names = [n for m in weights for n in tensor_names(m, self.rule)[: 4 if self.input_scale else 3]]
-        if set(names) <= self.folder.done and not self.recipe.follow:
-            return
+    def _names(self, matrices: Iterable[str]) -> list[str]:
+        return [n for m in matrices for n in tensor_names(m, self.rule)[: 4 if self.input_scale else 3]]
+
+    def done(self, matrices: Iterable[str]) -> bool:
+        """Whether an earlier run has written them."""
+        return set(self._names(matrices)) <= self.folder.done
+
+    def written(self, module: str) -> Weight:
+        packed, scale, top = (self.folder.stored(n) for n in tensor_names(module, self.rule)[:3])
+        return Nvfp4(module, packed, scale, top, self.rule)
+
+    def write(self, matrices: dict[str, Weight], moments: Moments) -> None:
+        weights = {m: w.rows(0, w.spec.shape[0]) for m, w in matrices.items()}
         for module, weight in weights.items():
             if not torch.isfinite(weight).all():
                 raise CheckpointError(f"{module}.weight has NaN or infinite values")
-        parts = self.moments.groups()
-        importance = torch.cat([p.diagonal() for p in parts])
-        bases = [Basis.of(p, self.recipe.shrink) for p in parts] if self.recipe.feedback else []
-        targets = {m: self.moments.corrected(w, self.recipe.follow) for m, w in weights.items()}
+            moments.correct(weight, self.recipe.follow)
         # The standard one: smaller ones clip, larger ones gained nothing on real layers (docs/quality.md).
-        top = self.rule.global_scale(torch.stack([t.abs().max() for t in targets.values()]).max())
-        tasks = [
-            pool.submit(self._rows, module, begin, target[begin : begin + TASK_ROWS], bases, importance, top)
-            for module, target in targets.items()
-            for begin in range(0, len(target), TASK_ROWS)
-        ]
-        results = [task.result() for task in tasks]
-        if self.recipe.follow:
-            _replace(list(weights.values()), results)
-        for module in weights:
-            self._scalars(module, top)
-        self.folder.finish(*names)
+        top = self.rule.global_scale(torch.stack([w.abs().max() for w in weights.values()]).max())
+        codes = {m: torch.empty(len(w), w.shape[1] // BLOCK, dtype=torch.uint8) for m, w in weights.items()}
+        begin = 0
+        for part in moments.groups():
+            self._choose(part, begin, weights, codes, top)
+            begin += len(part)
+        for module, weight in weights.items():
+            self._store(module, weight, codes[module].view(torch.float8_e4m3fn), top, moments.amax)
+        self.folder.finish(*self._names(weights))
 
-    def _rows(
+    def _choose(
         self,
-        module: str,
+        part: torch.Tensor,
         begin: int,
-        weight: torch.Tensor,
-        bases: list[Basis],
-        importance: torch.Tensor,
+        weights: dict[str, torch.Tensor],
+        codes: dict[str, torch.Tensor],
         top: torch.Tensor,
-    ) -> torch.Tensor:
-        """Write some rows; returns them as they will be read back."""
-        if bases:
-            columns = weight.split_with_sizes([len(b.order) for b in bases], 1)
-            done = [feedback_scales(w, b, top, self.rule) for w, b in zip(columns, bases, strict=True)]
-            weight = torch.cat([rounded for rounded, _ in done], 1)
-            scale = torch.cat([codes.view(torch.uint8) for _, codes in done], 1).view(torch.float8_e4m3fn)
-        else:
-            scale = searched_scales(weight, top, self.rule, importance)
-        packed_name, scale_name, _, _ = tensor_names(module, self.rule)
-        packed = quantise(weight, scale, top, self.rule)
-        self.folder.write(packed_name, begin * packed.shape[1], packed)
-        self.folder.write(scale_name, begin * scale.shape[1], scale)
-        return dequantise(packed, scale, top, self.rule) if self.recipe.follow else weight
+    ) -> None:
+        """Round the columns from `begin` that `part`, their moments, is of, in place, and choose their scales."""
+        basis = Basis.of(part, self.recipe.shrink) if self.recipe.feedback else None
+        end = begin + len(part)
 
-    def _scalars(self, module: str, top: torch.Tensor) -> None:
-        _, _, top_name, input_name = tensor_names(module, self.rule)
+        def rows(weight: torch.Tensor, code: torch.Tensor) -> None:
+            if basis is None:
+                scale = searched_scales(weight, top, self.rule, part.diagonal())
+            else:
+                weight[:], scale = feedback_scales(weight, basis, top, self.rule, self.recipe.sweeps)
+            code[:] = scale.view(torch.uint8)
+
+        tasks = []
+        for module, weight in weights.items():
+            for first in range(0, len(weight), TASK_ROWS):
+                some = slice(first, first + TASK_ROWS)
+                code = codes[module][some, begin // BLOCK : end // BLOCK]
+                tasks.append(self.pool.submit(rows, weight[some, begin:end], code))
+        for task in tasks:
+            task.result()
+
+    def _store(
+        self, module: str, weight: torch.Tensor, scale: torch.Tensor, top: torch.Tensor, amax: torch.Tensor
+    ) -> None:
+        packed_name, scale_name, top_name, input_name = tensor_names(module, self.rule)
+        for begin in range(0, len(weight), TASK_ROWS):
+            rows = slice(begin, begin + TASK_ROWS)
+            packed = quantise(weight[rows], scale[rows], top, self.rule)
+            self.folder.write(packed_name, begin * packed.shape[1], packed)
+        self.folder.write(scale_name, 0, scale)
         self.folder.write(top_name, 0, top)
         if self.input_scale:
-            self.folder.write(input_name, 0, self.rule.global_scale(self.moments.amax))
-
-
-def _replace(weights: list[torch.Tensor], pieces: list[torch.Tensor]) -> None:
-    """Put the rows of all matrices, in order, into them."""
-    todo = iter(pieces)
-    for weight in weights:
-        for begin in range(0, len(weight), TASK_ROWS):
-            weight[begin : begin + TASK_ROWS] = next(todo)
+            self.folder.write(input_name, 0, self.rule.global_scale(amax))

@@ -18,7 +18,7 @@ from types import TracebackType
 import torch
 
 from voltriton.checkpoint.errors import CheckpointError
-from voltriton.checkpoint.tensors import FileWriter, Spec
+from voltriton.checkpoint.tensors import FileWriter, Spec, Stored
 
 SHARD_BYTES = 4 << 30
 SYNC_BYTES = 512 << 20  # a crash of the machine costs at most this much work
@@ -137,9 +137,9 @@ class ModelFolder:
             if self._pending_bytes >= SYNC_BYTES:
                 self._checkpoint()
 
-    def read(self, name: str) -> torch.Tensor:
+    def stored(self, name: str) -> Stored:
         """A tensor that was written, by this run or one before."""
-        return self._home[name].read(name)
+        return self._home[name].stored(name)
 
     def save(self) -> None:
         """Put all finished tensors on the disk now: for work that takes longer than writing it does."""

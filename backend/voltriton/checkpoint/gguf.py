@@ -18,7 +18,9 @@ from voltriton.checkpoint.errors import FETCH_AGAIN, CheckpointError, run_comman
 from voltriton.checkpoint.folder import ModelFolder, check_output
 from voltriton.checkpoint.gguf_config import check_family, config_of, generation_config, hf_name
 from voltriton.checkpoint.gguf_tokenizer import build_tokenizer
+from voltriton.checkpoint.inspection import complete
 from voltriton.checkpoint.progress import meter, step
+from voltriton.checkpoint.source import Source
 from voltriton.checkpoint.tensors import Spec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -59,14 +61,16 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[Any]]
     for part in split_parts(path):
         try:
             reader = GGUFReader(str(part))
+            meta = meta or {key: field.contents() for key, field in reader.fields.items()}
+            for t in reader.tensors:
+                shape = tuple(int(n) for n in reversed(t.shape))
+                tensors[t.name] = Tensor(t.name, shape, t.data, t.tensor_type)
         except (ValueError, IndexError, KeyError, OverflowError, MemoryError, AssertionError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise CheckpointError(f"{part}: not a GGUF file, or cut off ({reason}): {FETCH_AGAIN}") from error
+            raise CheckpointError(
+                f"{part}: not a GGUF file, or damaged or cut off ({reason}): {FETCH_AGAIN}"
+            ) from error
         readers.append(reader)
-        meta = meta or {key: field.contents() for key, field in reader.fields.items()}
-        for t in reader.tensors:
-            shape = tuple(int(n) for n in reversed(t.shape))
-            tensors[t.name] = Tensor(t.name, shape, t.data, t.tensor_type)
     return meta, tensors, readers
 
 
@@ -130,6 +134,7 @@ def gguf_to_folder(path: Path, out: Path, dtype: str = "bfloat16", chat_template
         tokenizer.save_pretrained(folder.path)
         folder.write_json("config.json", config)
         folder.write_json("generation_config.json", generation_config(meta))
+        complete(Source(folder.path))  # what the metadata says against the tensors that are there
 
 
 def _target(name: str, family: str, tied: bool) -> str:
@@ -150,7 +155,8 @@ def _write_weights(
                 continue
             fix = _fix_of(name, family, config, tensor)
             for begin, end, values in _chunks(tensor, fix.order):
-                data = torch.from_numpy(np.ascontiguousarray(values - fix.minus)).to(dtype)
+                with np.errstate(invalid="ignore"):  # NaN is looked for in the next lines
+                    data = torch.from_numpy(np.ascontiguousarray(values - fix.minus)).to(dtype)
                 if not torch.isfinite(data).all():
                     raise CheckpointError(
                         f"{tensor.name}: NaN or infinite values in rows {begin} to {end - 1}"

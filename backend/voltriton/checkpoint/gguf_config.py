@@ -33,6 +33,14 @@ TOP = {
     "output_norm.weight": "model.norm.weight",
 }
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3")
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
 # Gemma 3 repeats five layers of sliding attention and one of full attention; its files do not say so.
 GEMMA_PATTERN = 6
 
@@ -66,6 +74,9 @@ def config_of(
         config = _common(meta, family, dtype, tied)
     except KeyError as error:
         raise CheckpointError(f"the GGUF file does not state {error}") from None
+    empty = [key for key in SIZES if config[key] < 1]
+    if empty:
+        raise CheckpointError(f"the GGUF file states {empty[0]} {config[empty[0]]}, which cannot be")
     theta = float(meta.get(f"{family}.rope.freq_base", 10000.0))
     if meta.get(f"{family}.rope.scaling.type") not in (None, "none"):
         raise CheckpointError(

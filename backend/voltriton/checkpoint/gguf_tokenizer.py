@@ -10,12 +10,22 @@ from typing import Any
 
 from voltriton.checkpoint.errors import CheckpointError
 
+# Which kinds (tokenizer.ggml.model: gpt2 is byte-level BPE, llama is SentencePiece) transformers builds right for which
+# family; for others it silently builds one that loses characters.
+KINDS = {"llama": ("gpt2", "llama"), "qwen2": ("gpt2",), "qwen3": ("gpt2",), "gemma3": ("llama",)}
+
 
 def build_tokenizer(gguf: Path, meta: dict[str, Any], chat_template: str | None) -> Any:
     """A PreTrainedTokenizerFast. Raises CheckpointError for a kind that transformers does not know."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # a path that looks like a repository name would be asked for online
     from transformers import PreTrainedTokenizerFast
 
+    family, kind = meta["general.architecture"], meta.get("tokenizer.ggml.model")
+    if kind not in KINDS[family]:
+        known = ", ".join(KINDS[family])
+        raise CheckpointError(
+            f"{gguf}: tokenizer kind {kind!r} is not handled for {family}; handled: {known}"
+        )
     backend = _backend(gguf, meta)
     tokens = meta["tokenizer.ggml.tokens"]
 

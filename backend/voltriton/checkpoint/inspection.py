@@ -13,6 +13,7 @@ import torch
 from voltriton.checkpoint.codec import BLOCK
 from voltriton.checkpoint.convert import row_ranges
 from voltriton.checkpoint.errors import CheckpointError
+from voltriton.checkpoint.layers import FAMILIES, empty_model
 from voltriton.checkpoint.source import SIXTEEN_BIT, Nvfp4, Source
 from voltriton.checkpoint.texts import load_tokenizer
 
@@ -45,7 +46,7 @@ def inspect(folder: Path) -> tuple[Source | None, list[Check]]:
         ("scales", _scales),
         ("16-bit tensors", _finite),
         ("ignore list", _ignore_list),
-        ("complete", _complete),
+        ("complete", complete),
         ("tokenizer and template", _tokenizer),
     ]
     for name, step in steps:
@@ -135,10 +136,8 @@ def _matches(module: str, pattern: str) -> bool:
     return fnmatchcase(module, pattern) or module.startswith(pattern + ".")
 
 
-def _complete(source: Source) -> str:
-    """Against the parameters that transformers gives this configuration (dense families: MoE names differ)."""
-    from voltriton.checkpoint.layers import FAMILIES, empty_model
-
+def complete(source: Source) -> str:
+    """Names and shapes against the parameters that transformers gives this configuration."""
     family = str(source.config.get("model_type"))
     if family not in FAMILIES:
         return f"not compared with the model's code (family {family})"

@@ -1,28 +1,34 @@
-"""A model's forward pass one decoder layer at a time: only one layer's weights are in memory.
+"""A model's forward pass one decoder layer at a time, and within it one matrix at a time.
 
-transformers supplies the layers' code, built without storage; the weights come from the source's files. What a
-layer gets beside the hidden states (masks, rotary angles) is recorded once, from a run through empty layers.
+transformers supplies the layers' code, built without storage; norms and biases are loaded with their layer, matrices
+are read from the source's files whenever they are used. What a layer gets beside the hidden states (masks, rotary
+angles) is recorded once, from a run through empty layers.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from voltriton.checkpoint.errors import CheckpointError
-from voltriton.checkpoint.source import Source
+from voltriton.checkpoint.experts import Experts
+from voltriton.checkpoint.source import Source, Weight
 
-# Their layers hold nothing but nn.Linear and norms under the names of the files.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text")
+# Their layers' parameters have the names of the files, once the experts are taken apart.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "qwen3_next")
+BATCH_TOKENS = 2048  # taken through a matrix for each time that it is read
 
 
 def empty_model(source: Source) -> Any:
-    """transformers' model of the configuration, its parameters without storage."""
+    """transformers' model of the configuration, its parameters without storage and under the names of the files."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -30,7 +36,11 @@ def empty_model(source: Source) -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        for name, module in list(model.named_modules()):
+            if name.endswith(".mlp.experts"):
+                model.set_submodule(name, Experts.like(module))
+    return model
 
 
 class _Recorder(nn.Module):
@@ -43,26 +53,73 @@ class _Recorder(nn.Module):
         return hidden
 
 
-class LayerwiseModel:
-    """`states` are the hidden states of all windows, each [1, window, hidden], float32."""
+class Streamed(nn.Module):
+    """nn.Linear that reads its weight whenever it is called."""
 
-    def __init__(self, source: Source, windows: list[torch.Tensor]):
-        family = str(source.config.get("model_type"))
-        if family not in FAMILIES:
-            raise CheckpointError(
-                f"calibration does not handle {family!r}; it handles {', '.join(FAMILIES)} (convert without --calib)"
-            )
+    def __init__(self, matrix: Weight, bias: nn.Parameter | None):
+        super().__init__()
+        self.matrix, self.bias = matrix, bias
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(inputs, self.matrix.rows(0, self.matrix.spec.shape[0]), self.bias)
+
+
+class States:
+    """Hidden states, several windows in each [windows, window, hidden], float32, in a file without a name: of a long
+    text they are larger than all else that is in memory."""
+
+    def __init__(self, states: Iterable[torch.Tensor], folder: Path):
+        self._fd, name = tempfile.mkstemp(dir=folder)
+        Path(name).unlink()
+        weakref.finalize(self, os.close, self._fd)
+        self._shapes: list[torch.Size] = []
+        self._starts = [0]
+        for state in states:
+            self._shapes.append(state.shape)
+            self._starts.append(self._starts[-1] + state.nbytes)
+            self[len(self) - 1] = state
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        content = bytearray(self._starts[index + 1] - self._starts[index])
+        os.preadv(self._fd, [content], self._starts[index])
+        return torch.frombuffer(content, dtype=torch.float32).reshape(self._shapes[index])
+
+    def __setitem__(self, index: int, state: torch.Tensor) -> None:
+        view = memoryview(state.contiguous().numpy().data).cast("B")
+        at = self._starts[index]
+        while view:
+            done = os.pwrite(self._fd, view, at)
+            view, at = view[done:], at + done
+
+
+class LayerwiseModel:
+    """`states` are those of the windows, several in each [windows, window, hidden], float32."""
+
+    def __init__(self, source: Source, windows: list[torch.Tensor], spill: Path | None = None):
+        """`windows`: token ids, each [1, window]; `spill`: folder for the states, by default they are in memory."""
+        check_family(source)
         self._source = source
         model = empty_model(source)
         self._base = model.model.eval()
         self._norm = self._base.norm
         self._head: torch.Tensor | None = None
         self._layers = list(self._base.layers)
-        self.states = [self._embed(ids) for ids in windows]
+        self._batch = max(BATCH_TOKENS // windows[0].shape[1], 1)
+        self._spill = spill
+        self.states = self.kept(self._embed(torch.cat(ids)) for ids in batched(windows, self._batch))
         self._given = self._record(model.config)
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    def kept(self, states: Iterable[torch.Tensor]) -> States | list[torch.Tensor]:
+        return States(states, self._spill) if self._spill else list(states)
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Only the rows in use are read."""
@@ -78,14 +135,19 @@ class LayerwiseModel:
         self._base.layers = nn.ModuleList(recorders)
         self._base.norm = nn.Identity()
         self._base.rotary_emb = type(self._base.rotary_emb)(config=config)
-        self._base(inputs_embeds=self.states[0], use_cache=False)
+        self._base(inputs_embeds=self.states[0][:1], use_cache=False)
         return [r.given for r in recorders]
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
         """The layer with its weights, by the names that follow `model.layers.N.`."""
-        layer = self._layers[index].to_empty(device="cpu")
+        layer = self._layers[index]
         prefix = f"model.layers.{index}."
+        for name, module in list(layer.named_modules()):
+            if isinstance(module, nn.Linear):
+                matrix = self._matrix(f"{prefix}{name}.weight", module.weight)
+                layer.set_submodule(name, Streamed(matrix, module.bias))
+        layer.to_empty(device="cpu")
         for name, parameter in layer.named_parameters():
             self._fill(parameter, prefix + name)
         try:
@@ -93,10 +155,14 @@ class LayerwiseModel:
         finally:
             layer.to("meta")
 
-    def _fill(self, parameter: nn.Parameter, name: str) -> None:
+    def _matrix(self, name: str, like: torch.Tensor) -> Weight:
         weight = self._source.matrix(name)
-        if weight.spec.shape != tuple(parameter.shape):
+        if weight.spec.shape != tuple(like.shape):
             raise CheckpointError(f"{self._source.path}: {name} has shape {weight.spec.shape}")
+        return weight
+
+    def _fill(self, parameter: nn.Parameter, name: str) -> None:
+        weight = self._matrix(name, parameter)
         parameter.requires_grad_(False).copy_(weight.rows(0, parameter.shape[0]))
 
     @torch.no_grad()
@@ -110,22 +176,37 @@ class LayerwiseModel:
             )
             head = self._source.matrix("model.embed_tokens.weight" if tied else "lm_head.weight")
             self._head = head.rows(0, head.spec.shape[0])
-        hidden = self._norm(self.states[index])[0]
+        batch, place = divmod(index, self._batch)
+        hidden = self._norm(self.states[batch][place])
         for begin in range(0, len(hidden), rows):
             yield begin, hidden[begin : begin + rows] @ self._head.T
 
     @torch.no_grad()
     def run(self, layer: nn.Module, index: int, state: torch.Tensor) -> torch.Tensor:
-        """The state of one window behind this layer."""
+        """The states of some windows behind this layer."""
         return self._first(layer(state, **self._given[index]))
 
     def forward(self) -> None:
         """Take all states through all layers."""
         for index in range(len(self)):
             with self.layer(index) as layer:
-                self.states = [self.run(layer, index, state) for state in self.states]
+                for i, state in enumerate(self.states):
+                    self.states[i] = self.run(layer, index, state)
 
     @staticmethod
     def _first(out: Any) -> torch.Tensor:
         tensor: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return tensor
+
+
+def check_family(source: Source) -> None:
+    family = str(source.config.get("model_type"))
+    if family not in FAMILIES:
+        raise CheckpointError(
+            f"calibration does not handle {family!r}; it handles {', '.join(FAMILIES)} (convert without --calib)"
+        )
+
+
+def batched(windows: list[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
+    for begin in range(0, len(windows), size):
+        yield windows[begin : begin + size]

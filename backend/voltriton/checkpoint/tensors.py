@@ -154,8 +154,8 @@ class FileWriter:
             done = os.pwrite(self._fd, view, at)
             view, at = view[done:], at + done
 
-    def read(self, name: str) -> torch.Tensor:
-        return Stored(self._specs[name], self._path, self._start[name]).rows()
+    def stored(self, name: str) -> Stored:
+        return Stored(self._specs[name], self._path, self._start[name])
 
     def sync(self) -> None:
         os.fdatasync(self._fd)
