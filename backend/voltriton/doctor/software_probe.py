@@ -51,7 +51,8 @@ def torch_facts() -> dict[str, Any]:
     facts: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda, "file": torch.__file__}
     if torch.version.cuda is None:
         return facts
-    facts["architectures"] = torch.cuda.get_arch_list()
+    # What the build has; `torch.cuda.get_arch_list` says nothing at all where the driver does not answer.
+    facts["architectures"] = str(torch._C._cuda_getArchFlags() or "").split()
     facts["available"] = torch.cuda.is_available()
     facts["devices"] = []
     if not facts["available"]:
