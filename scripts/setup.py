@@ -6,15 +6,20 @@ what to do, and the next run goes on from there. Only the standard library: noth
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import hashlib
 import os
 import platform
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +33,21 @@ TORCH = "2.13.0"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 NEEDED_DISK_GIB = 6.0
 NEEDED_MEMORY_GIB = 4.0
+# cgroup v2 and v1, as a container sees its own
+CONTAINER_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+# pip's words for an index that cannot be reached
+UNREACHABLE = (
+    "NewConnectionError",
+    "ConnectTimeoutError",
+    "ReadTimeoutError",
+    "ProxyError",
+    "SSLError",
+    "Could not fetch URL",
+    "Temporary failure in name resolution",
+)
 
 
 class SetupError(Exception):
@@ -38,10 +58,14 @@ def main() -> int:
     if "--undo" in sys.argv[1:]:
         return undo()
     try:
-        preflight()
         STATE.mkdir(exist_ok=True)
-        LOG.write_text("")
-        steps()
+        with alone(), temporary_folder():
+            preflight()
+            LOG.write_text("")
+            steps()
+    except OSError as error:
+        print(f"setup: {error.filename or ROOT}: {error.strerror}; mend that and run again", file=sys.stderr)
+        return 1
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1
@@ -49,6 +73,31 @@ def main() -> int:
         print("setup: interrupted; the next run goes on from here", file=sys.stderr)
         return 130
     return 0
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """One set-up at a time: a second one waits, and finds everything done."""
+    with (STATE / "setup.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("another set-up of this checkout is running: waiting for it", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def temporary_folder() -> Iterator[None]:
+    """For all that is started here: /tmp may be small, and what a killed pip leaves must not stay there."""
+    folder = STATE / "tmp"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    os.environ["TMPDIR"] = str(folder)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def steps() -> None:
@@ -79,7 +128,7 @@ def step(number: int, total: int, what: str, action: Callable[[], None], done: C
 
 
 class Ticker:
-    """On a terminal, the seconds so far; elsewhere one line at the beginning."""
+    """On a terminal, the seconds so far and what pip is at; elsewhere one line at the beginning."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -101,7 +150,15 @@ class Ticker:
     def _run(self) -> None:
         began = time.monotonic()
         while not self._over.wait(1.0):
-            print(f"\r{self._label} ... {time.monotonic() - began:.0f} s", end="", flush=True)
+            width = shutil.get_terminal_size().columns - 1
+            line = f"{self._label} ... {time.monotonic() - began:.0f} s{pip_is_at()}"
+            print(f"\r\033[K{line[:width]}", end="", flush=True)
+
+
+def pip_is_at() -> str:
+    """`, 57 packages, at numpy`, from pip's own words."""
+    at = re.findall(r"^Collecting ([\w.-]+)", log_of_this_command(), re.MULTILINE)
+    return f", {len(at)} packages, at {at[-1]}" if at else ""
 
 
 def preflight() -> None:
@@ -124,10 +181,15 @@ def preflight() -> None:
 
 
 def available_memory_gib() -> float:
+    """What the machine has available, or a container's limit where that is less."""
+    limits = [float("inf")]
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) / 2**20
-    return float("inf")
+            limits.append(int(line.split()[1]) / 2**20)
+    for file in CONTAINER_LIMITS:
+        if file.exists() and (text := file.read_text().strip()).isdigit():
+            limits.append(int(text) / 2**30)
+    return min(limits)
 
 
 def make_venv() -> None:
@@ -218,7 +280,9 @@ def runs(*args: str) -> bool:
 
 
 def run(*args: str) -> None:
-    done = subprocess.run([str(PYTHON), *args], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [str(PYTHON), *args], capture_output=True, text=True, cwd=ROOT, preexec_fn=end_with_us
+    )
     with LOG.open("a") as log:
         log.write(done.stdout + done.stderr)
     if done.returncode:
@@ -227,27 +291,51 @@ def run(*args: str) -> None:
 
 
 def pip(*args: str) -> bool:
+    drop_half_installed()
     command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "--no-input", *args]
     with LOG.open("a") as log:
         log.write(f"$ {' '.join(command)}\n")
         log.flush()
-        return subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT).returncode == 0
+        return (
+            subprocess.run(
+                command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, preexec_fn=end_with_us
+            ).returncode
+            == 0
+        )
+
+
+def drop_half_installed() -> None:
+    """What a killed pip was just installing looks installed to the next one; INSTALLER is written at the end."""
+    for info in VENV.glob("lib/python3*/site-packages/*.dist-info"):
+        if not (info / "INSTALLER").exists():
+            shutil.rmtree(info)
+
+
+def end_with_us() -> None:
+    # PR_SET_PDEATHSIG (linux/prctl.h): a pip that outlives a killed set-up would work against the next one.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def last_error() -> str:
-    """pip's own last word, and a hint where it is a known one."""
-    lines = [line for line in LOG.read_text(errors="replace").splitlines() if line.startswith("ERROR")]
-    text = lines[-1].removeprefix("ERROR: ") if lines else "no reason given"
-    log = LOG.read_text(errors="replace")
-    if (
-        "NewConnectionError" in log
-        or "Temporary failure in name resolution" in log
-        or "ConnectTimeoutError" in log
-    ):
-        text += " (the package index cannot be reached: check the network, the proxy, or pip's configuration)"
+    """The cause where pip's last command shows a known one, else its own last word."""
+    log = log_of_this_command()
+    lines = [line.removeprefix("ERROR: ") for line in log.splitlines() if line.startswith("ERROR: ")]
+    text = lines[-1] if lines else "no reason given"
     if "No space left on device" in log:
         text = "the disk is full: make room and run again"
+    elif any(words in log for words in UNREACHABLE):
+        text = f"the package index cannot be reached: check the network, the proxy, or pip's configuration ({text})"
+    elif "(from versions: none)" in log:
+        # All that pip says of a closed port where it may try only once.
+        text += (
+            " (the package index cannot be reached, or has it not for this Python: check pip's configuration)"
+        )
     return f"{text} (all of it: {LOG})"
+
+
+def log_of_this_command() -> str:
+    log = LOG.read_text(errors="replace") if LOG.exists() else ""
+    return log[max(log.rfind("\n$ "), 0) :]
 
 
 def undo() -> int:

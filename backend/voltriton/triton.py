@@ -101,9 +101,7 @@ def compose(layout: Layout) -> None:
         _copy(source / name, python / name)
     stub = layout.home / "python_backend_stubs" / _python_version() / "triton_python_backend_stub"
     if not stub.exists():
-        raise StartError(
-            f"{PYTRITON} has no stub for Python {_python_version()}; it has them for 3.8 to 3.13: use one of these"
-        )
+        raise StartError(f"{PYTRITON} has no stub for Python {_python_version()}: use 3.11 or 3.12")
     _make_executable(stub)
     _write(python / "triton_python_backend_stub", _stub_script(layout, stub), 0o755)
     (layout.backends / "vllm").mkdir(exist_ok=True)
@@ -227,7 +225,10 @@ def pip(*args: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         last = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no reason given"]
-        raise StartError(f"pip {args[0]} {args[-1]} failed: {last[-1].removeprefix('ERROR: ')}")
+        raise StartError(
+            f"pip {args[0]} {args[-1]} failed ({last[-1].removeprefix('ERROR: ')}): check the network, the proxy and "
+            "pip's configuration"
+        )
 
 
 def _python_version() -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import os
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -38,7 +41,7 @@ def test_wrong_python_is_said_with_what_to_install(tmp_path: Path) -> None:
     fake = tmp_path / "python3"
     fake.write_text("#!/bin/sh\nexit 1\n")
     fake.chmod(0o755)
-    for name in ("python3.11", "python3.12", "python3.13"):
+    for name in ("python3.11", "python3.12"):
         shutil.copy(fake, tmp_path / name)
     for name in ("sh", "dirname"):
         (tmp_path / name).symlink_to(shutil.which(name) or "")
@@ -49,8 +52,23 @@ def test_wrong_python_is_said_with_what_to_install(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 1
-    assert "Python 3.11, 3.12 or 3.13 is needed" in done.stderr
+    assert "Python 3.11 or 3.12 is needed" in done.stderr
     assert "PYTHON=" in done.stderr
+
+
+def test_a_named_python_that_does_not_fit_is_not_replaced_by_another(tmp_path: Path) -> None:
+    old = tmp_path / "python3.9"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.18\nexit 1\n')
+    old.chmod(0o755)
+    for python, said in ((str(old), "Python 3.9.18"), (str(tmp_path / "none"), "not found")):
+        done = subprocess.run(
+            [str(ROOT / "scripts" / "setup")],
+            env={**os.environ, "PYTHON": python},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 1
+        assert f"PYTHON={python} is neither Python 3.11 nor 3.12 ({said})" in done.stderr
 
 
 def test_too_little_disk(
@@ -67,6 +85,18 @@ def test_too_little_memory(
     monkeypatch.setattr(setup, "available_memory_gib", lambda: 3.5)
     assert setup.main() == 1
     assert "3.5 GiB of memory are available, 4 are needed" in capsys.readouterr().err
+
+
+def test_a_containers_memory_limit_counts(
+    setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(setup, "CONTAINER_LIMITS", (limit, tmp_path / "none"))
+    unlimited = setup.available_memory_gib()
+    limit.write_text("max\n")
+    assert setup.available_memory_gib() == pytest.approx(unlimited, rel=0.5)
+    limit.write_text(f"{1 << 30}\n")
+    assert setup.available_memory_gib() == 1.0
 
 
 def test_other_machines_are_refused(
@@ -105,7 +135,7 @@ def test_no_network_is_said(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(setup, "pip", pip)
     with pytest.raises(setup.SetupError) as failed:
         setup.install_torch()
-    for part in ("No matching distribution", "cannot be reached", "VOLTRITON_TORCH=/path/to/the.whl"):
+    for part in ("index cannot be reached", "No matching distribution", "VOLTRITON_TORCH=/path/to/the.whl"):
         assert part in str(failed.value)
 
 
@@ -140,6 +170,63 @@ def test_torch_is_looked_for_in_the_said_order(
 def test_full_disk_is_said(setup: ModuleType) -> None:
     setup.LOG.write_text("OSError: [Errno 28] No space left on device\n")
     assert setup.last_error().startswith("the disk is full")
+
+
+def test_the_cause_is_the_last_commands(setup: ModuleType) -> None:
+    setup.LOG.write_text("$ pip a\nNewConnectionError: no route\n$ pip b\nERROR: Hash mismatch\n")
+    assert setup.last_error().startswith("Hash mismatch (all of it")
+
+
+def test_a_real_closed_port_is_said(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip itself, told to try no second time: it names no connection error then."""
+    setup.make_venv()
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for retries in ("0", "1"):
+        monkeypatch.setenv("PIP_RETRIES", retries)
+        assert not setup.pip("install", "no-such-package-here")
+        assert "the package index cannot be reached" in setup.last_error()
+
+
+def test_what_a_killed_pip_left_is_installed_anew(setup: ModuleType) -> None:
+    site = setup.VENV / "lib" / "python3.11" / "site-packages"
+    half, whole = site / "half-1.0.dist-info", site / "whole-1.0.dist-info"
+    for folder in (half, whole):
+        folder.mkdir(parents=True)
+        (folder / "METADATA").touch()
+    (whole / "INSTALLER").touch()
+    setup.drop_half_installed()
+    assert whole.exists()
+    assert not half.exists()
+
+
+def test_a_second_set_up_waits_for_the_first(setup: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    began = threading.Event()
+    with (setup.STATE / "setup.lock").open("w") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+
+        def second() -> None:
+            with setup.alone():
+                began.set()
+
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        assert not began.wait(0.3)
+    waiting.join(10)
+    assert began.is_set()
+    assert "another set-up of this checkout is running" in capsys.readouterr().out
+
+
+def test_temporary_files_stay_in_the_checkout(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    left = setup.STATE / "tmp" / "of-a-killed-run"
+    left.mkdir(parents=True)
+    with setup.temporary_folder():
+        assert os.environ["TMPDIR"] == str(setup.STATE / "tmp")
+        assert not left.exists()
+    assert not left.parent.exists()
 
 
 def test_lock_is_complete_and_pinned() -> None:
