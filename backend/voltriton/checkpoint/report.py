@@ -83,16 +83,30 @@ class Report:
         return f"<!doctype html><html><head>{head}</head><body>{''.join(parts)}</body></html>\n"
 
 
+KINDS = {"q_proj": "#4477aa", "k_proj": "#66ccee", "v_proj": "#228833", "o_proj": "#ccbb44"}
+KINDS |= {"gate_proj": "#ee6677", "up_proj": "#aa3377", "down_proj": "#000000"}  # Paul Tol's bright colours
+OTHER = "#bbbbbb"
+MARGIN = 40
+
+
 def bars(values: list[tuple[str, float]], width: int = 1000, height: int = 220) -> str:
-    """A bar chart; the name and value of a bar show when the pointer is on it."""
+    """A bar chart of matrices, coloured by kind; the name and value of a bar show when the pointer is on it."""
     top = max((v for _, v in values if v != float("inf")), default=1.0) or 1.0
-    step = width / max(len(values), 1)
-    bodies = []
+    step = (width - MARGIN) / max(len(values), 1)
+    parts = []
+    for share in (0.0, 0.5, 1.0):
+        y = height * (1 - share) + 10
+        line = f'x1="{MARGIN}" y1="{y:.1f}" x2="{width}" y2="{y:.1f}" stroke="#cccccc"'
+        parts.append(f'<line {line}/><text x="0" y="{y + 4:.1f}" font-size="11">{top * share:.3g}</text>')
     for i, (name, value) in enumerate(values):
         tall = height * min(value, top) / top
-        place = f'x="{i * step:.2f}" y="{height - tall:.2f}" width="{step * 0.9:.2f}" height="{tall:.2f}"'
-        bodies.append(f'<rect {place} fill="#4477aa"><title>{html.escape(name)}: {value:.3f}</title></rect>')
-    scale = f'<text x="2" y="12" font-size="12">{top:.3g}</text>'
-    return (
-        f'<svg viewBox="0 0 {width} {height}" width="100%" height="{height}">{"".join(bodies)}{scale}</svg>'
-    )
+        place = f'x="{MARGIN + i * step:.2f}" y="{height - tall + 10:.2f}" width="{step * 0.9:.2f}" height="{tall:.2f}"'
+        title = f"<title>{html.escape(name)}: {value:.3f}</title>"
+        parts.append(f'<rect {place} fill="{_colour(name)}">{title}</rect>')
+    kinds = dict.fromkeys(name.rpartition(".")[2] for name, _ in values)
+    key = "".join(f' <span style="color:{_colour(k)}">&#9632; {html.escape(k)}</span>' for k in kinds)
+    return f'<svg viewBox="0 0 {width} {height + 20}" width="100%">{"".join(parts)}</svg><p>{key}</p>'
+
+
+def _colour(name: str) -> str:
+    return KINDS.get(name.rpartition(".")[2], OTHER)

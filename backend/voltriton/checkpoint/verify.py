@@ -45,11 +45,18 @@ def _compare(report: Report, checkpoint: Source, source: Source, args: argparse.
     with step(f"predicting {len(given) * args.window} tokens with both"):
         report.quality = q = quality(checkpoint, source, given)
     limits = [
-        ("perplexity", q.increase, args.max_increase, q.increase <= args.max_increase),
-        ("same most likely token", q.agreement, args.min_agreement, q.agreement >= args.min_agreement),
+        (
+            "perplexity",
+            f"{q.increase:+.1%}, at most {args.max_increase:+.1%}",
+            q.increase <= args.max_increase,
+        ),
+        (
+            "same most likely token",
+            f"{q.agreement:.1%}, at least {args.min_agreement:.1%}",
+            q.agreement >= args.min_agreement,
+        ),
     ]
-    for name, got, limit, good in limits:
-        text = f"{got:+.1%}, limit {limit:+.1%}"
+    for name, text, good in limits:
         report.checks.append(Check(name, note=text) if good else Check(name, fault=text))
 
 
