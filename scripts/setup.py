@@ -195,7 +195,9 @@ def available_memory_gib() -> float:
 def make_venv() -> None:
     # A half-made one (no pip in it) is made anew.
     shutil.rmtree(VENV, ignore_errors=True)
-    done = subprocess.run([sys.executable, "-m", "venv", str(VENV)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "venv", str(VENV)], capture_output=True, preexec_fn=end_with_us
+    )
     if done.returncode:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         shutil.rmtree(VENV, ignore_errors=True)

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from follow import Follow, follow, script
@@ -74,6 +75,21 @@ def test_host_killed(broken: Server) -> None:
     assert broken.metric("voltriton:engine_restarts_total") == restarts + 1
     assert broken.metric("voltriton:engine_up") == 1
     assert "[vllm] engine down: the engine host ended with signal SIGKILL" in broken.log_text()
+
+
+def test_temporary_files_go_with_a_killed_host(broken: Server) -> None:
+    host = broken.host_pid()
+    folder = temporary_folder(host)
+    (folder / "left-behind").touch()
+    os.kill(host, signal.SIGKILL)
+    wait_until_back(broken)
+    assert not folder.exists()
+    assert temporary_folder(broken.host_pid()) != folder
+
+
+def temporary_folder(pid: int) -> Path:
+    values = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next(Path(v.removeprefix(b"TMPDIR=").decode()) for v in values if v.startswith(b"TMPDIR="))
 
 
 def test_engine_core_dead(broken: Server) -> None:

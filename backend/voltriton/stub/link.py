@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from voltriton.errors import StartError, Unavailable
 from voltriton.processes import descendants, kill, kill_all, remove_shared_memory, session, shared_memory
+from voltriton.stub.scratch import Scratch
 from voltriton.wire import VERSION, Decoder, encode
 
 RESTART_WINDOW_S = 600.0
@@ -71,8 +72,9 @@ class Host:
     """One process and its socket."""
 
     def __init__(self, launch: Launch, log: Callable[[str], None]) -> None:
-        ours, theirs = socket.socketpair()
         self._launch = launch
+        self._scratch = Scratch(launch.env.get("TMPDIR"))
+        ours, theirs = socket.socketpair()
         self._socket = ours
         self._write_lock = threading.Lock()
         self._decoder = Decoder()
@@ -81,16 +83,11 @@ class Host:
         self.causes: deque[str] = deque(maxlen=20)
         self._shared_memory: set[str] = set()
         with theirs:
-            self.process = subprocess.Popen(
-                [launch.python, "-P", "-u", "-m", "voltriton.host", str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                env=launch.env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                # Its own group: a Ctrl-C in a terminal must not reach the engine, and the group can be killed whole.
-                start_new_session=True,
-            )
+            try:
+                self.process = self._start(theirs.fileno())
+            except OSError:
+                self._scratch.remove()
+                raise
         pipe = self.process.stdout
         if pipe is None:
             raise StartError("the engine host has no output pipe")
@@ -99,6 +96,18 @@ class Host:
         )
         self._pump.start()
         self.send(["hello", VERSION, launch.hello])
+
+    def _start(self, socket_fd: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [self._launch.python, "-P", "-u", "-m", "voltriton.host", str(socket_fd), str(os.getpid())],
+            pass_fds=[socket_fd, self._scratch.fd],
+            env={**self._launch.env, "TMPDIR": str(self._scratch.path)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # Its own group: a Ctrl-C in a terminal must not reach the engine, and the group can be killed whole.
+            start_new_session=True,
+        )
 
     def _forward(self, pipe: IO[bytes], log: Callable[[str], None]) -> None:
         """The host's output goes to the server's log; lines that name a cause are kept."""
@@ -159,6 +168,7 @@ class Host:
         self._pump.join(2.0)
         self._socket.close()
         remove_shared_memory(self._shared_memory)
+        self._scratch.remove()
         return sorted(left)
 
     def wait(self, timeout_s: float) -> bool:

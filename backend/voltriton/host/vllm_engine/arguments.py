@@ -9,6 +9,7 @@ from typing import Any
 from voltriton.errors import InvalidArgument, nearest
 from voltriton.host.vllm_engine import builds
 from voltriton.settings import check_type
+from voltriton.triton import default_root
 
 
 def prepare_environment(engine_args: dict[str, Any]) -> None:
@@ -18,6 +19,11 @@ def prepare_environment(engine_args: dict[str, Any]) -> None:
     # Nothing is sent anywhere.
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("DO_NOT_TRACK", "1")
+    # Beside our own files where that can be, not in the home folder; and not among the temporary files, which go.
+    cache = default_root() / "cache"
+    if os.access(cache.parent, os.W_OK):
+        os.environ.setdefault("VLLM_CACHE_ROOT", str(cache / "vllm"))
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "torchinductor"))
     if engine_args.get("tensor_parallel_size", 1) > 1:
         # Read by the CPU platform only: ranks on one NUMA node refuse to be bound.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
