@@ -2,8 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
+from voltriton.claim import SUFFIX
+from voltriton.processes import is_tracker, shared_memory
 
 # No test may depend on how fast or how busy the machine is.
 settings.register_profile("voltriton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("voltriton")
+
+
+def shared_memory_files() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_stays_in_shared_memory() -> Iterator[None]:
+    """Servers and engines are killed all the time here: what nobody has mapped any more has been forgotten."""
+    before = shared_memory_files()
+    yield
+    deadline = time.monotonic() + 10
+    while left := {name for name in shared_memory_files() - before if not in_use(name)}:
+        if time.monotonic() > deadline:
+            pytest.fail(f"left in /dev/shm: {', '.join(sorted(left))}")
+        time.sleep(0.2)
+
+
+def in_use(name: str) -> bool:
+    """By a process of anybody: other test runs may be going on."""
+    if name.endswith(SUFFIX):
+        # A claim is held by its lock.
+        with contextlib.suppress(FileNotFoundError), (Path("/dev/shm") / name).open() as claim:
+            try:
+                fcntl.flock(claim, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    # Python's own are unlinked by their resource tracker, when the last process that uses it has ended.
+    if name.startswith(("sem.mp-", "psm_")) and any(map(is_tracker, pids)):
+        return True
+    return name in shared_memory(pids)
