@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 from voltriton.errors import InvalidArgument, nearest
@@ -24,9 +27,36 @@ def prepare_environment(engine_args: dict[str, Any]) -> None:
     if os.access(cache.parent, os.W_OK):
         os.environ.setdefault("VLLM_CACHE_ROOT", str(cache / "vllm"))
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "torchinductor"))
+    name_openmp(installed("torch"))
     if engine_args.get("tensor_parallel_size", 1) > 1:
         # Read by the CPU platform only: ranks on one NUMA node refuse to be bound.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def installed(package: str) -> Path | None:
+    """The folder of a package, which is not imported."""
+    spec = importlib.util.find_spec(package)
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+
+def name_openmp(torch: Path | None) -> None:
+    """LD_PRELOAD with PyTorch's OpenMP library, by a path relative to this folder, where vLLM's own would be cut.
+
+    vLLM's CPU platform starts its ranks with that library preloaded, as threads that are bound share one core
+    otherwise (vllm#27369). LD_PRELOAD has no way to write a space or a colon; what is named already is left to us.
+    """
+    found = sorted(torch.glob("lib/libgomp*.so*")) if torch is not None else []
+    given = os.environ.get("LD_PRELOAD", "")
+    if not found or "omp" in given or _preloadable(str(found[0])):
+        return
+    relative = os.path.relpath(found[0])
+    if _preloadable(relative):
+        os.environ["LD_PRELOAD"] = f"{given}:{relative}" if given else relative
+
+
+def _preloadable(path: str) -> bool:
+    # With no slash in it, it would be looked for among the system's libraries.
+    return "/" in path and not re.search(r"[\s:]", path)
 
 
 def engine_arguments(given: dict[str, Any]) -> Any:
