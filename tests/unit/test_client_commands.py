@@ -239,11 +239,15 @@ def test_status_well(
     (tmp_path / "serve.json").write_text(json.dumps(note))
     (tmp_path / "half.json").write_text('{"pid"')
     (tmp_path / "old.json").write_text(json.dumps({"pid": 2**22 + 1, "since": 5, "state": "starting"}))
+    # Another server of this machine, with models of its own.
+    other = {"pid": os.getpid(), "state": "draining", "grpc": "127.0.0.1:1", "models": ["others"]}
+    (tmp_path / "other.json").write_text(json.dumps(other))
     argv = ["status", "--run-dir", str(tmp_path)]
     assert voltriton(argv) == 0
     out, err = capsys.readouterr()
     assert "live, ready" in out and "READY" in out and "state ready, repairs 2" in out and err == ""
     assert "not running any more (pid 4194305, state starting, for " in out
+    assert "draining" not in out and "others" not in out
     assert "engine vllm: up 1, running 3, waiting 1, kv_cache_use 25.0%, generation_tokens 1200" in out
     assert voltriton([*argv, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)

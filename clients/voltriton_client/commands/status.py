@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
 
 def collect(client: Client, metrics_address: str | None, run_dir: Path) -> dict[str, Any]:
     """Everything that is to be had; what is missing is named in `problems`."""
-    supervisors = supervisor(run_dir)
+    supervisors = [state for state in supervisor(run_dir) if _is_of(state, client.target.address)]
     metrics_address = metrics_address or _metrics_of(client.target.address, supervisors)
     status: dict[str, Any] = {"server": client.target.address, "live": False, "ready": False, "models": []}
     status |= {"engine": None, "supervisor": supervisors, "problems": []}
@@ -78,6 +78,12 @@ def collect(client: Client, metrics_address: str | None, run_dir: Path) -> dict[
         # Metrics are an extra: a server without them is not unwell.
         status["engine_note"] = f"no metrics at {metrics_address}: {error}"
     return status
+
+
+def _is_of(state: dict[str, Any], address: str) -> bool:
+    """By the port alone: a server on 0.0.0.0 or 127.0.0.1 has many names. Other servers have notes here as well."""
+    grpc = state.get("grpc")
+    return not grpc or str(grpc).rpartition(":")[2] == address.rpartition(":")[2]
 
 
 def _metrics_of(address: str, supervisors: list[dict[str, Any]]) -> str:
