@@ -31,12 +31,11 @@ MONITOR = ["nvidia-ml-py==13.615.71"]
 CUDA = ["nvidia-nccl-cu12==2.30.7", "nvidia-cuda-nvrtc-cu12==12.6.85"]
 # What this package and its commands ask for beside the engine.
 REVOLTA = ["revolta==0.1.4", "httpx", "rich", "tritonclient[grpc,http]", "setuptools==80.10.2"]
-# What vLLM's pyproject.toml asks for to build it, PyTorch apart.
+# What vLLM's pyproject.toml asks for to build it, PyTorch apart; and headers that two of its files include.
 BUILD = [
-    "cmake==4.4.5",
-    "jinja2==3.1.6", "markupsafe==3.0.4", "ninja==1.13.2", "packaging==26.4", "semantic-version==2.10.0",
-    "setuptools==80.10.2", "setuptools-rust==1.13.0", "setuptools-scm==10.3.4", "typing-extensions==4.16.0",
-    "vcs-versioning==2.6.0", "wheel==0.48.0",
+    "cmake==4.4.5", "jinja2==3.1.6", "markupsafe==3.0.4", "ninja==1.13.2", "nvidia-cutlass==4.2.0.0",
+    "packaging==26.4", "semantic-version==2.10.0", "setuptools==80.10.2", "setuptools-rust==1.13.0",
+    "setuptools-scm==10.3.4", "typing-extensions==4.16.0", "vcs-versioning==2.6.0", "wheel==0.48.0",
 ]  # fmt: skip
 
 

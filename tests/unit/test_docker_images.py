@@ -296,6 +296,27 @@ def test_a_wheel_with_other_code_is_no_wheel_for_volta(
         build_vllm.libraries(tmp_path)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+@pytest.mark.parametrize(
+    ("called", "fault"),
+    [("aoti_torch_empty", ""), ("rms_norm", "one.so: nobody has rms_norm \\(1 symbols\\)")],
+)
+def test_a_library_with_a_file_left_out_is_refused(tmp_path: Path, called: str, fault: str) -> None:
+    source, library = tmp_path / "one.cpp", tmp_path / "one.so"
+    source.write_text(f'extern "C" void {called}(); extern "C" void mine() {{ {called}(); }}')
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", library, source], check=True)
+    if not fault:
+        build_vllm.check_symbols(library)
+        return
+    with pytest.raises(build_vllm.BuildError, match=fault):
+        build_vllm.check_symbols(library)
+
+
+def test_no_file_is_compiled_twice() -> None:
+    files = [file for names in build_vllm.EXTENSIONS.values() for file in names]
+    assert len(files) == len(set(files)) == 46
+
+
 def test_dockerfile_reader() -> None:
     text = "ARG A=1\nFROM debian AS one\n# no\nRUN a \\\n    # inside\n    && b\nFROM one AS two\nCOPY x y\n"
     assert rehearse.stages(text) == {
