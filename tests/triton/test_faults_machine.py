@@ -95,6 +95,23 @@ def test_dev_shm_too_small(repository: Path, tmp_path: Path) -> None:
     assert "--shm-size" in serve.said()
 
 
+def test_dev_shm_full_while_serving(repository: Path, tmp_path: Path) -> None:
+    """A request that finds no room is refused by Triton, with the cause; small ones go on, and it when there is room."""
+    large = "word " * 1_000_000
+    with Serve(repository, tmp_path, before=namespace(small(Path("/dev/shm"), 64 << 10))) as serve:
+        assert serve.process is not None
+        filler = seen_by(serve.process.pid, Path("/dev/shm/filler"))
+        with pytest.raises(OSError, match="No space left"):
+            filler.write_bytes(bytes(64 << 20))
+        for _ in range(3):
+            assert "Failed to increase the shared memory pool" in (ask(serve.grpc_url, large).error or "")
+            assert works(serve)
+        filler.unlink()
+        assert "at most" in (ask(serve.grpc_url, large).error or "")  # ours: more tokens than the model takes
+        assert works(serve)
+        assert serve.status()["repairs"] == 0
+
+
 @pytest.fixture
 def clock(tmp_path: Path) -> tuple[Path, dict[str, str]]:
     """A file with the seconds that the wall clock is off, and the environment of processes that see such a clock."""
