@@ -141,6 +141,27 @@ def _moe_sum(
     glue.moe_sum(input, output)
 
 
+def _vocab_parallel_embedding(
+    out: torch.Tensor,
+    input_ids: torch.Tensor,
+    weight: torch.Tensor,
+    org_vocab_start_index: int,
+    org_vocab_end_index: int,
+    num_org_vocab_padding: int,
+    added_vocab_start_index: int,
+    added_vocab_end_index: int,
+) -> None:
+    """Rows of this rank's part of the vocabulary, then of the added one; zeros for the tokens of other ranks."""
+    ids = input_ids.long()
+    own = (ids >= org_vocab_start_index) & (ids < org_vocab_end_index)
+    added = (ids >= added_vocab_start_index) & (ids < added_vocab_end_index)
+    first_added = org_vocab_end_index - org_vocab_start_index + num_org_vocab_padding
+    rows = torch.where(added, ids - added_vocab_start_index + first_added, ids - org_vocab_start_index)
+    here = own | added
+    torch.index_select(weight, 0, rows.where(here, 0), out=out)
+    out.masked_fill_(~here.unsqueeze(1), 0)
+
+
 def _persistent_topk(
     logits: torch.Tensor,
     lengths: torch.Tensor,
@@ -212,6 +233,13 @@ OPERATORS = (
         "rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, "
         "bool is_neox, int rope_dim_offset=0, bool inverse=False) -> ()",
         _rotary_embedding,
+    ),
+    Operator(
+        "_C",
+        "vocab_parallel_embedding(Tensor! out, Tensor input_ids, Tensor weight, int org_vocab_start_index, "
+        "int org_vocab_end_index, int num_org_vocab_padding, int added_vocab_start_index, "
+        "int added_vocab_end_index) -> ()",
+        _vocab_parallel_embedding,
     ),
     Operator(
         "_C",

@@ -1,7 +1,8 @@
 """Is the NCCL that vLLM will load one that works on Volta? Asked in each rank, before it joins the others.
 
-Needed: machine code for sm_70 (builds for CUDA 13 have none), and version 2.27.5 or newer (older ones write out
-of bounds in large all-reduces). Pinned for Volta is nvidia-nccl-cu12 2.30.7.
+Needed: machine code for sm_70 (builds for CUDA 13 have none), and version 2.29.7 or newer: with an older one, which
+lacks ncclCommSuspend, vLLM 0.32 leaves its own communicator out without a word (before 2.27.5 large all-reduces also
+write out of bounds). Pinned for Volta is nvidia-nccl-cu12 2.30.7.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import struct
 from pathlib import Path
 
 PINNED = "nvidia-nccl-cu12==2.30.7"
-LOWEST = (2, 27, 5)
+LOWEST = (2, 29, 7)
 MAGIC = struct.pack("<I", 0xBA55ED50)  # begins a fat binary
 MACHINE_CODE = 2
 

@@ -1,6 +1,6 @@
 """Tokens a second of whole models of random NVFP4 weights: our kernels beside Marlin and vLLM's emulation, in one run.
 
-    python tests/bench/end_to_end.py --out perf/results/end-to-end-h200 [--only MODEL:WAY ...]
+    python tests/bench/end_to_end.py --out perf/results/end-to-end-h200 [--only MODEL:WAY[@RANKS] ...]
         [--plain-vllm FOLDER]     a vLLM without compiled extensions, for the ways that take a V100's code path
 
 All engines start side by side; then each is measured alone, while the others wait. A step's time is taken from two
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 PROMPT_TOKENS = 128
+LONG_PROMPTS = (512, 4096)  # of one sequence, for the time to the first token
 DTYPE = "float16"
 QWEN3: dict[str, Any] = {
     "head_dim": 128,
@@ -90,10 +91,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [],
     },
+    "Qwen3-32B": {
+        **QWEN3,
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 8,
+    },
     "qwen4_exp": QWEN4_EXP,
 }
 KEPT = {
     "Qwen3-8B": [],
+    "Qwen3-32B": [],
     "Qwen3-30B-A3B": ["mlp.gate"],
     "qwen4_exp": [
         "mlp.gate",
@@ -104,7 +116,7 @@ KEPT = {
         "*hyper_connection*",
     ],
 }
-BATCHES = {"Qwen3-8B": [1, 8, 32], "Qwen3-30B-A3B": [1, 8, 32], "qwen4_exp": [1, 8]}
+BATCHES = [1, 8, 32]
 SAME_KERNELS: dict[str, Any] = {"attention_backend": "TRITON_ATTN"}
 WAYS: dict[str, dict[str, Any]] = {
     way: {"linear_backend": way, "moe_backend": way, **SAME_KERNELS}
@@ -132,6 +144,9 @@ def write_model(folder: Path, model: str) -> None:
 def register_loader() -> None:
     """`load_format="random_nvfp4"`: every value random, of the size that trained weights have."""
     import torch
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()  # before modules that ask for operators which the plugin brings
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -156,60 +171,67 @@ def register_loader() -> None:
                 fill(name, parameter.data)
 
 
-def child(model: str, way: str, folder: str, extra: dict[str, Any]) -> None:
-    """Start an engine; at each line `BATCH TOKENS` on the input, generate and print seconds and the first tokens."""
+def child(model: str, way: str, ranks: str, folder: str, extra: dict[str, Any]) -> None:
+    """Start an engine; at each line `BATCH TOKENS PROMPT` on the input, generate and print seconds and the first tokens."""
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the engine prints goes to the log
+
+    def say(record: dict[str, Any]) -> None:
+        channel.write(json.dumps(record) + "\n")
+        channel.flush()
+
     from vllm import LLM, SamplingParams
 
     register_loader()
-    batches = BATCHES[model]
-    compilation: dict[str, Any] = {"cudagraph_capture_sizes": batches}
+    compilation: dict[str, Any] = {"cudagraph_capture_sizes": BATCHES}
     if model != "qwen4_exp":  # which has graphs of its own kind
         compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     arguments = {
         "dtype": DTYPE,
         "load_format": "random_nvfp4",
         "skip_tokenizer_init": True,
-        "max_model_len": 2048,
-        "max_num_batched_tokens": 4096,
-        "max_num_seqs": max(batches),
+        "max_model_len": 8192,
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": max(BATCHES),
         "gpu_memory_utilization": 0.05,
-        "kv_cache_memory_bytes": 3 << 30,
+        "kv_cache_memory_bytes": 2 << 30,
         "enable_prefix_caching": False,
         "seed": 0,
+        "tensor_parallel_size": int(ranks),
         "compilation_config": compilation,
     }
     started = time.monotonic()
     llm = LLM(folder, **(arguments | WAYS[way] | extra))
-    _say({"ready": time.monotonic() - started})
+    say({"ready": time.monotonic() - started})
     for line in sys.stdin:
-        batch, tokens = map(int, line.split())
+        batch, tokens, length = map(int, line.split())
         prompts = [
-            {"prompt_token_ids": [(7 + 31 * i + 17 * j) % 50_000 for j in range(PROMPT_TOKENS)]}
+            {"prompt_token_ids": [(7 + 31 * i + 17 * j) % 50_000 for j in range(length)]}
             for i in range(batch)
         ]
         wanted = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
         begin = time.perf_counter()
         answers = llm.generate(prompts, wanted, use_tqdm=False)
         seconds = time.perf_counter() - begin
-        _say({"seconds": seconds, "tokens": list(answers[0].outputs[0].token_ids[:16])})
-
-
-def _say(record: dict[str, Any]) -> None:
-    print("@@" + json.dumps(record), flush=True)
+        say({"seconds": seconds, "tokens": list(answers[0].outputs[0].token_ids[:16])})
 
 
 class Engine:
-    """A child process with one model and one way."""
+    """A child process with one model, one way, and its number of ranks; `card` is where an engine of one rank runs."""
 
-    def __init__(self, model: str, way: str, folder: Path, logs: Path, plain: str | None, extra: str) -> None:
-        self.model, self.way = model, way
-        self._log = logs / f"{model}-{way}.log"
+    def __init__(self, name: str, folder: Path, args: argparse.Namespace, card: int) -> None:
+        self.model, _, rest = name.partition(":")
+        way, _, ranks = rest.partition("@")
+        self.way, self.name, plain = way, name, args.plain_vllm
+        self._log = args.out.parent / f"{name.replace(':', '-').replace('@', '-')}.log"
         environment = os.environ | ENVIRONMENT.get(way, {})
+        if not ranks:
+            environment["CUDA_VISIBLE_DEVICES"] = str(card)
         if plain and way in ENVIRONMENT:
             environment["PYTHONPATH"] = f"{plain}:{environment['PYTHONPATH']}"
-        command = [sys.executable, __file__, "--child", model, way, str(folder), "--engine", extra]
+        command = [sys.executable, __file__, "--child", self.model, way, ranks or "1", str(folder)]
         self._process = subprocess.Popen(
-            command,
+            [*command, "--engine", args.engine],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log.open("w"),
@@ -220,18 +242,16 @@ class Engine:
     def answer(self) -> dict[str, Any]:
         """The next record. Raises RuntimeError with the end of the log if the engine ended."""
         assert self._process.stdout is not None
-        with self._log.open("a") as log:
-            for line in self._process.stdout:
-                if line.startswith("@@"):
-                    record: dict[str, Any] = json.loads(line[2:])
-                    return record
-                log.write(line)
+        line = self._process.stdout.readline()
+        if line:
+            record: dict[str, Any] = json.loads(line)
+            return record
         lines = [line for line in self._log.read_text().splitlines() if "Error" in line]
         raise RuntimeError(" | ".join(lines[-3:])[-600:] or "ended without a word")
 
-    def ask(self, batch: int, tokens: int) -> dict[str, Any]:
+    def ask(self, batch: int, tokens: int, prompt: int = PROMPT_TOKENS) -> dict[str, Any]:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{batch} {tokens}\n")
+        self._process.stdin.write(f"{batch} {tokens} {prompt}\n")
         self._process.stdin.flush()
         return self.answer()
 
@@ -245,11 +265,11 @@ class Engine:
 
 
 def measure(engine: Engine, batch: int) -> dict[str, Any]:
-    """Best of three: milliseconds a step, tokens a second of all sequences, and of the prefill."""
-    few, many = 4, 20 if engine.way == "emulation" else 132
+    """Median of three: milliseconds a step, tokens a second of all sequences, and of the prefill."""
+    few, many = 4, 20 if engine.way == "emulation" else 100
     warm = engine.ask(batch, many)
     rounds = [(engine.ask(batch, few)["seconds"], engine.ask(batch, many)["seconds"]) for _ in range(3)]
-    step = min((long - short) / (many - few) for short, long in rounds)
+    step = sorted((long - short) / (many - few) for short, long in rounds)[1]
     first = min(short for short, _ in rounds) - (few - 1) * step
     return {
         "batch": batch,
@@ -288,57 +308,59 @@ def run(args: argparse.Namespace) -> int:
     report.line(
         f"command: {shlex.join(['python', *sys.argv])}\ncard: {card()}\ndate: {time.strftime('%Y-%m-%d')}"
     )
-    failed = 0
+    failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        wanted = [tuple(name.split(":")) for name in args.only]
-        for model in {model for model, _ in wanted}:
+        for model in {name.partition(":")[0] for name in args.only}:
             write_model(Path(folder, model), model)
-        logs = args.out.parent
-        engines = [Engine(m, w, Path(folder, m), logs, args.plain_vllm, args.engine) for m, w in wanted]
-        ready: list[Engine] = []
+        cards = len(card().splitlines())
+        engines = [
+            Engine(name, Path(folder, name.partition(":")[0]), args, number % cards)
+            for number, name in enumerate(args.only)
+        ]
+        for step in (start, rows):
+            for engine in engines:
+                if engine.name not in failed:
+                    try:
+                        step(engine, report)
+                    except RuntimeError as error:
+                        failed.append(engine.name)
+                        report.row(f"{engine.name}: {error}", name=engine.name, error=str(error))
         for engine in engines:
-            try:
-                report.line(f"{engine.model} {engine.way}: start {engine.answer()['ready']:.0f} s")
-                ready.append(engine)
-            except RuntimeError as error:
-                failed += 1
-                report.row(
-                    f"{engine.model} {engine.way}: {error}",
-                    model=engine.model,
-                    way=engine.way,
-                    error=str(error),
-                )
-        for engine in ready:
-            try:
-                for batch in BATCHES[engine.model]:
-                    found = measure(engine, batch)
-                    report.row(
-                        f"{engine.model:14s} {engine.way:16s} batch {batch:2d}: {found['step_ms']:7.2f} ms a step, "
-                        f"{found['tokens_s']:7.1f} tokens/s, prefill of {batch} x {PROMPT_TOKENS} "
-                        f"{found['prefill_ms']:7.1f} ms, first tokens {found['tokens'][:6]}",
-                        model=engine.model,
-                        way=engine.way,
-                        **found,
-                    )
-            except RuntimeError as error:
-                failed += 1
-                report.row(
-                    f"{engine.model} {engine.way}: {error}",
-                    model=engine.model,
-                    way=engine.way,
-                    error=str(error),
-                )
             engine.stop()
     return 1 if failed else 0
+
+
+def start(engine: Engine, report: Report) -> None:
+    report.line(f"{engine.name}: start {engine.answer()['ready']:.0f} s")
+
+
+def rows(engine: Engine, report: Report) -> None:
+    for batch in BATCHES:
+        found = measure(engine, batch)
+        report.row(
+            f"{engine.name:30s} batch {batch:2d}: {found['step_ms']:7.2f} ms a step, {found['tokens_s']:7.1f} tokens/s, "
+            f"prefill of {batch} x {PROMPT_TOKENS} {found['prefill_ms']:7.1f} ms, first tokens {found['tokens'][:6]}",
+            name=engine.name,
+            **found,
+        )
+    for length in LONG_PROMPTS:
+        engine.ask(1, 1, length)
+        seconds = sorted(engine.ask(1, 1, length)["seconds"] for _ in range(3))[1]
+        report.row(
+            f"{engine.name:30s} first token after {length} of prompt: {seconds * 1e3:.1f} ms",
+            name=engine.name,
+            prompt=length,
+            first_token_ms=seconds * 1e3,
+        )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, help="result files without their ending")
-    parser.add_argument("--only", nargs="+", default=DEFAULT, metavar="MODEL:WAY")
+    parser.add_argument("--only", nargs="+", default=DEFAULT, metavar="MODEL:WAY[@RANKS]")
     parser.add_argument("--plain-vllm", metavar="FOLDER")
     parser.add_argument("--engine", default="{}", help="more engine arguments, JSON")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         child(*args.child, json.loads(args.engine))

@@ -149,7 +149,7 @@ def test_linear_in_a_cuda_graph_and_under_compile() -> None:
     ("experts", "inter", "hidden", "topk"),
     [(8, 64, 128, 2), (128, 768, 2048, 8), (32, 160, 2560, 10), (16, 48, 80, 4)],
 )
-@pytest.mark.parametrize("m", [0, 1, 3, 8, 40, 300])
+@pytest.mark.parametrize("m", [0, 1, 3, 8, 40, 100, 300])
 def test_moe(experts: int, inter: int, hidden: int, topk: int, m: int) -> None:
     w13, s13 = matrix(2 * inter, hidden, experts)
     w2, s2 = matrix(hidden, inter, experts)
@@ -255,6 +255,25 @@ def test_topk_softmax(experts: int, topk: int, dtype: torch.dtype, renormalise: 
         want_w = want_w / want_w.sum(-1, keepdim=True)
     assert error(weights, want_w) < 1e-5
     assert torch.equal(source, torch.arange(topk * 33, device=DEVICE, dtype=torch.int32).view(topk, 33).t())
+
+
+@pytest.mark.parametrize(("experts", "topk"), [(8, 2), (128, 8), (512, 10), (1024, 16)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_topk_softmax_names_experts_that_exist(
+    experts: int, topk: int, dtype: torch.dtype, value: float
+) -> None:
+    """Whatever a row holds: one that pads a CUDA graph may hold anything, and a number beyond E reads foreign memory."""
+    logits = torch.randn(9, experts, device=DEVICE).to(dtype)
+    logits[1] = value
+    logits[3, ::2] = value
+    logits[5, -1] = value
+    weights = torch.full((9, topk), float("nan"), device=DEVICE)
+    ids = torch.full((9, topk), -1, dtype=torch.int32, device=DEVICE)
+    glue.topk_softmax(weights, ids, None, logits, True)
+    assert bool(((ids >= 0) & (ids < experts)).all())
+    assert all(len(set(row)) == topk for row in ids.tolist())
+    assert bool(weights[[0, 2, 4, 6, 7, 8]].isfinite().all())
 
 
 def test_moe_align_and_sum() -> None:

@@ -45,3 +45,52 @@ def test_what_has_no_kernel_says_so():
         missing_ops._rotary_embedding(x, x, None, 16, x, True, rope_dim_offset=2)
     with pytest.raises(NotImplementedError, match="correction bias"):
         missing_ops._topk_softmax(x, x, x, x, True, x, None)
+
+
+def test_embedding_of_a_rank_is_that_of_vllms_unfused_path(namespace):
+    from vllm.model_executor.layers.vocab_parallel_embedding import get_masked_input_and_mask
+
+    missing_ops.install()
+    bounds = (100, 140, 8, 1000, 1004)  # rows 0..39 of the vocabulary, 8 of padding, 4 added
+    ids, weight = torch.tensor([99, 100, 139, 140, 999, 1000, 1003, 1004, 0]), torch.randn(52, 6)
+    rows, foreign = get_masked_input_and_mask(ids, *bounds)
+    want = weight[rows].masked_fill(foreign.unsqueeze(1), 0)
+    out = torch.full((9, 6), float("nan"))
+    namespace["vocab_parallel_embedding"].vocab_parallel_embedding(out, ids.int(), weight, *bounds)
+    assert torch.equal(out, want)
+    assert int(foreign.sum()) == 5
+
+
+@pytest.mark.parametrize("columns", [5, 64])
+def test_selection_of_key_blocks(namespace, columns):
+    """Best first among the visible ones, -1 behind them; fewer columns than wanted too."""
+    missing_ops.install()
+    logits, lengths = torch.randn(4, columns), torch.tensor([0, 1, 4, columns], dtype=torch.int32)
+    found = torch.full((4, 8), 99, dtype=torch.int32)
+    namespace["persistent_topk"].persistent_topk(logits, lengths, found, torch.empty(0), 8, columns)
+    for row, length in enumerate(lengths.tolist()):
+        best = logits[row, :length].argsort(descending=True)[:8].tolist()
+        assert found[row].tolist() == best + [-1] * (8 - len(best))
+
+
+def test_names_for_the_compiler_are_declared_and_fail_by_name(monkeypatch):
+    from vllm.config.compilation import PassConfig
+    from voltriton_vllm import compiler
+
+    class Platform:
+        @classmethod
+        def check_and_update_config(cls, vllm_config):
+            vllm_config.seen = True
+
+    monkeypatch.setattr(compiler, "current_platform", Platform())
+    monkeypatch.setattr(compiler, "NAMES", ("voltriton_test_name",))
+    compiler.prepare()
+    config = type("Config", (), {"compilation_config": type("C", (), {"pass_config": PassConfig()})()})()
+    Platform.check_and_update_config(config)
+    assert config.seen
+    assert not any(getattr(config.compilation_config.pass_config, name) for name in compiler.FUSIONS)
+    with pytest.raises((RuntimeError, NotImplementedError), match="voltriton_test_name"):
+        torch.ops._C.voltriton_test_name()
+    first = Platform.check_and_update_config
+    compiler.prepare()
+    assert Platform.check_and_update_config == first, "once is enough"

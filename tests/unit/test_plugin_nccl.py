@@ -57,10 +57,10 @@ def test_the_pinned_kind_is_accepted(tmp_path):
         (
             22105,
             [(2, 70)],
-            r"NCCL 2\.21\.5 in .*: 2\.27\.5 or newer is needed; install nvidia-nccl-cu12==2\.30\.7",
+            r"NCCL 2\.21\.5 in .*: 2\.29\.7 or newer is needed; install nvidia-nccl-cu12==2\.30\.7",
         ),
-        (22905, [(2, 80), (2, 90)], r"has code for sm_80, sm_90, not for sm_70; install nvidia-nccl-cu12"),
-        (22905, [(1, 70)], "has code for no GPU, not for sm_70"),
+        (23007, [(2, 80), (2, 90)], r"has code for sm_80, sm_90, not for sm_70; install nvidia-nccl-cu12"),
+        (23007, [(1, 70)], "has code for no GPU, not for sm_70"),
     ],
 )
 def test_others_are_refused_in_one_line(tmp_path, version, codes, message):

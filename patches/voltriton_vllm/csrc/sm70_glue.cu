@@ -89,6 +89,8 @@ extern "C" __global__ void __launch_bounds__(256) rotary(
 }
 
 // Softmax over E experts and the topk largest, ties to the lower number; a warp is a token; E <= 1024.
+// A row of NaN (rows that only pad a CUDA graph hold anything) gets experts 0, 1, ... and NaN weights, never a number
+// beyond E.
 extern "C" __global__ void __launch_bounds__(128) topk_softmax(
     float* weights, int* ids, int* source, const void* logits, int tokens, int E, int topk, int renormalise, int is_half)
 {
@@ -106,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(128) topk_softmax(
     float sum = 0.f, chosen = 0.f;
 #pragma unroll
     for (int i = 0; i < 32; i++) {
-        v[i] = i * 32 + lane < E ? __expf(v[i] - top) : -1.f;
+        v[i] = i * 32 + lane < E ? fmaxf(__expf(v[i] - top), 0.f) : -1.f;  // fmaxf drops a NaN
         sum += fmaxf(v[i], 0.f);
     }
     sum = warp_sum(sum, 32);
@@ -176,6 +178,46 @@ extern "C" __global__ void __launch_bounds__(1024) moe_align(
     }
     for (int b = start[E] / block_size + e; b < blocks; b += 1024) expert_of[b] = -1;
     if (!e) total[0] = start[E];
+}
+
+// Up to 1024 pairs sorted by their (mapped) expert, stable: order[offsets[e] ..] are those of expert e, in tiles of
+// `tile_rows` of which tiles[e] is its first. Pairs of no expert of this rank are left out. 1024 threads; E <= 1024.
+extern "C" __global__ void __launch_bounds__(1024) moe_sort(
+    const int* ids, const int* expert_map, int* order, int* offsets, int* tiles, int pairs, int E, int tile_rows)
+{
+    __shared__ int4 list[256];
+    __shared__ int start[1024], tile[1024];
+    const int e = threadIdx.x, quads = (pairs + 3) / 4;
+    int id = e < pairs ? ids[e] : -1;
+    ((int*)list)[e] = expert_map && id >= 0 ? expert_map[id] : id;
+    __syncthreads();
+    int count = 0;
+    for (int i = 0; i < quads; i++) {
+        int4 q = list[i];
+        count += (q.x == e) + (q.y == e) + (q.z == e) + (q.w == e);
+    }
+    int tiles_here = (count + tile_rows - 1) / tile_rows;
+    start[e] = count;
+    tile[e] = tiles_here;
+    for (int o = 1; o < 1024; o <<= 1) {  // sums over the experts up to this one
+        __syncthreads();
+        int a = e >= o ? start[e - o] : 0, b = e >= o ? tile[e - o] : 0;
+        __syncthreads();
+        start[e] += a;
+        tile[e] += b;
+    }
+    if (e >= E) return;
+    int at = start[e] - count;
+    offsets[e] = at;
+    tiles[e] = tile[e] - tiles_here;
+    if (e == E - 1) { offsets[E] = start[e]; tiles[E] = tile[e]; }
+    for (int i = 0; i < quads; i++) {
+        int4 q = list[i];
+        if (q.x == e) order[at++] = 4 * i;
+        if (q.y == e) order[at++] = 4 * i + 1;
+        if (q.z == e) order[at++] = 4 * i + 2;
+        if (q.w == e) order[at++] = 4 * i + 3;
+    }
 }
 
 // ---- a half matrix times 1..4 vectors: 16 bytes of a row a lane, KL lanes along K, R row sets, WK warps split K ----

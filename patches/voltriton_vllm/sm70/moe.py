@@ -53,6 +53,8 @@ def _(
 
 _NARROW = 256  # intermediate sizes (of a rank) up to this have kernels of their own
 
+_SORT_MOST = 1024  # pairs, and experts, that one block sorts
+
 Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # words, scale, row scale
 
 
@@ -145,6 +147,8 @@ class Experts:
         self, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, tile_rows: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Pairs in the order of their experts (stable), where each expert's begin, and its first tile."""
+        if topk_ids.numel() <= _SORT_MOST and self._experts <= _SORT_MOST:
+            return self._sort_few(topk_ids, expert_map, tile_rows)
         ids = topk_ids.view(-1)
         if expert_map is not None:
             ids = expert_map[ids.long()]
@@ -156,6 +160,19 @@ class Experts:
         counts = offsets[1:] - offsets[:-1]
         torch.cumsum((counts + tile_rows - 1) // tile_rows, 0, dtype=torch.int32, out=tiles[1:])
         return order.to(torch.int32), offsets, tiles
+
+    def _sort_few(
+        self, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, tile_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `sort`, in one launch instead of a dozen."""
+        pairs, device = topk_ids.numel(), topk_ids.device
+        order = torch.empty(pairs, dtype=torch.int32, device=device)
+        offsets, tiles = torch.empty(2, self._experts + 1, dtype=torch.int32, device=device)
+        ends = (pairs, self._experts, tile_rows)
+        self._device.kernel("moe_sort")(
+            (1, 1, 1), 1024, 0, topk_ids, expert_map, order, offsets, tiles, *ends
+        )
+        return order, offsets, tiles
 
     def product(
         self,

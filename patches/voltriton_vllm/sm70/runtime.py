@@ -15,7 +15,7 @@ from voltriton_vllm.sm70.variants import all_variants
 log = logging.getLogger("voltriton.sm70")
 
 _PLAIN_MATRIX = ("fragment_check", "dequant", "split_sum")
-_PLAIN_GLUE = ("rms_norm", "silu_and_mul", "rotary", "topk_softmax", "moe_sum", "moe_align")
+_PLAIN_GLUE = ("rms_norm", "silu_and_mul", "rotary", "topk_softmax", "moe_sum", "moe_align", "moe_sort")
 _PLAIN_ATTENTION = ("decode_combine",)
 _MATRIX = ("sm70_moe.cu", "sm70_gemm.cu")
 _ATTENTION = ("sm70_attention.cu",)
