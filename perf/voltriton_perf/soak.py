@@ -11,10 +11,10 @@ answer, streamed or whole, of a random length, and now and then cancels in mid-s
 `--server-pid` is the process whose tree is watched (`voltriton serve`, or tritonserver): kills need it too. The report
 is a JSON file. Exit status 0: nothing was found; 1: something was.
 
-Two faults of Triton 24.10 itself are counted apart (`triton_faults`), each with its evidence, up to `--triton-faults`:
-an answer that says `unknown model: ''`, which nobody asked for, and, with `--state`, the supervisor's note that
-tritonserver died of signal 11 in a round in which clients cancelled (triton-inference-server/server#8034, mended in
-8078 for 25.04: a response and a cancellation that cross free the same state twice).
+Two faults of Triton 24.10 itself are counted apart (`triton_faults`), each with its evidence, and allowed as often as
+`--triton-faults` says: an answer `unknown model: ''`, which nobody asked for, and, with `--state`, the supervisor's
+note that tritonserver died of signal 11 in a round in which clients cancelled (upstream has mended such races after
+24.10: triton-inference-server/server#7368, #8034).
 """
 
 from __future__ import annotations
