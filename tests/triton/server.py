@@ -16,7 +16,14 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from voltriton.processes import command_line, descendants, die_with_parent
+from voltriton.processes import (
+    command_line,
+    descendants,
+    die_with_parent,
+    kill_all,
+    remove_shared_memory,
+    shared_memory,
+)
 from voltriton.triton import Layout, compose, default_root, folder_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,15 +123,19 @@ class Server:
         self.stop()
 
     def stop(self, timeout_s: float = 40) -> int:
-        """SIGTERM; SIGKILL of the whole session where that does not end it. Returns the exit status."""
+        """SIGTERM; SIGKILL of it and all below where that does not end it. Returns the exit status."""
         assert self.process is not None
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
                 self.process.wait(timeout_s)
             except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
+                below = self.children()
+                files = shared_memory(below)
+                self.process.kill()
                 self.process.wait()
+                kill_all(lambda: below, 10)
+                remove_shared_memory(files)
         return self.process.returncode
 
     def ready(self) -> bool:
