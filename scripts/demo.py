@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 from voltriton.checkpoint import fetch
-from voltriton.server import Options
+from voltriton.errors import StartError
+from voltriton.server import Options, check_ports
 from voltriton.supervisor import Supervisor
 from voltriton.triton import default_root
 from voltriton_client import Client, VoltritonError
@@ -33,10 +34,13 @@ def main() -> int:
     )
     parser.add_argument("--serve", action="store_true", help="stay up after the answer")
     args = parser.parse_args()
-    status = fetch.main([args.model])
-    if status:
-        return status
-    return Demo(args.model, args.port, args.serve).run()
+    demo = Demo(args.model, args.port, args.serve)
+    try:
+        demo.check()
+    except StartError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    return fetch.main([args.model]) or demo.run()
 
 
 class Demo:
@@ -45,18 +49,24 @@ class Demo:
         self._serve = serve
         root = default_root()
         self._log = root / "run" / "tritonserver.log"
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._log.write_bytes(b"")
         self._options = Options(
             repository=Path("model_repository"), root=root, http_port=port, grpc_port=port + 1, metrics_port=port + 2,
             log=self._log,
         )  # fmt: skip
-        self._began = time.monotonic()
+        self._began = 0.0
         self._ready = threading.Event()
         self._failed = False
         self._supervisor = Supervisor(self._options, self._say)
 
+    def check(self) -> None:
+        """Before the minutes that a model takes. StartError."""
+        check_ports(self._options, "choose others (PORT=9000 takes 9000, 9001 and 9002)")
+
     def run(self) -> int:
+        self._began = time.monotonic()
+        # Not before the ports were found free: it may be the log of a server that runs.
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._log.write_bytes(b"")
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: self._supervisor.stop())
         print(
@@ -64,7 +74,7 @@ class Demo:
         )
         threading.Thread(target=self._tick, daemon=True).start()
         asking = threading.Thread(target=self._ask)
-        status = self._supervisor.run(on_ready=lambda: (self._ready.set(), asking.start()))  # type: ignore[func-returns-value]
+        status = self._supervisor.run(on_ready=asking.start)
         self._ready.set()
         if asking.ident is not None:
             asking.join()
@@ -88,6 +98,7 @@ class Demo:
                 return
 
     def _ask(self) -> None:
+        self._ready.set()
         print(f"ready after {time.monotonic() - self._began:.0f} s\n\n> {self._question}\n", flush=True)
         try:
             self._stream()

@@ -303,7 +303,7 @@ def load_failure(log: Path | None, begin: int) -> str | None:
     return None
 
 
-def check_ports(options: Options) -> None:
+def check_ports(options: Options, remedy: str = "choose another with --{name}-port") -> None:
     """StartError that names a port which is taken; tritonserver would say so only after loading the models."""
     for name, port in (
         ("http", options.http_port), ("grpc", options.grpc_port), ("metrics", options.metrics_port),
@@ -315,5 +315,7 @@ def check_ports(options: Options) -> None:
             except OSError as error:
                 raise StartError(
                     f"{name} port {port} on {options.address} cannot be used ({error.strerror}); "
-                    f"choose another with --{name}-port, or stop what uses it"
+                    f"{remedy.format(name=name)}, or stop what uses it"
                 ) from None
+            except OverflowError:
+                raise StartError(f"{name} port: got {port}, allowed: 1 to 65535") from None

@@ -259,6 +259,27 @@ def test_taken_port_is_named(tmp_path: Path) -> None:
             check_ports(Options(tmp_path, tmp_path, http_port=0, grpc_port=port, metrics_port=0))
 
 
+def test_a_port_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="metrics port: got 65536, allowed: 1 to 65535"):
+        check_ports(Options(tmp_path, tmp_path, http_port=0, grpc_port=0, metrics_port=65536))
+
+
+def test_demo_looks_at_its_ports_before_it_prepares_the_model() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for asked, said in (
+            (port, f"demo: http port {port} on 127.0.0.1 cannot be used"),
+            (65534, "demo: metrics port: got 65536"),
+        ):
+            done = subprocess.run(
+                [sys.executable, str(ROOT / "scripts" / "demo.py"), "--model", "none", "--port", str(asked)],
+                capture_output=True,
+                text=True,
+            )
+            assert (done.returncode, done.stdout) == (1, "")
+            assert done.stderr.startswith(said) and len(done.stderr.splitlines()) == 1
+
+
 def test_missing_repository_is_named(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="no model repository"):
         repository_models(tmp_path / "none")
