@@ -19,7 +19,7 @@ from PIL import Image
 from repository import real_repository
 from safetensors.torch import save_file
 from server import Server
-from wire_client import ask
+from wire_client import WireClient, ask, build
 
 PROMPT = "hello world this is a test"
 NEW_TOKENS = 16
@@ -96,6 +96,8 @@ def test_adapters_on_nvfp4_weights_by_list_and_by_request(tmp_path: Path, tiny: 
         enable_lora=True,
         max_lora_rank=8,
         max_loras=2,
+        max_num_seqs=1,
+        scheduling_policy="priority",
     )
     (repository / "vllm" / "1" / "multi_lora.json").write_text(
         json.dumps({"a": str(tmp_path / "loras" / "a")})
@@ -120,6 +122,20 @@ def test_adapters_on_nvfp4_weights_by_list_and_by_request(tmp_path: Path, tiny: 
         refused = ask(server.grpc_url, PROMPT, sampling_parameters={"lora_name": "b"})
         assert "LoRA b is not supported" in (refused.error or "")
         assert generated(server, PROMPT) == plain
+        check_priorities(server)
+
+
+def check_priorities(server: Server) -> None:
+    """One sequence at a time: of those that wait, the lowest number goes first, whoever came first."""
+    parameters = {"temperature": 0, "max_tokens": 48, "ignore_eos": True}
+    requests = [
+        build(PROMPT, id=str(i), priority=priority, return_timing=True, sampling_parameters=parameters)
+        for i, priority in enumerate((0, 9, 5, 1))
+    ]
+    with WireClient(server.grpc_url) as client:
+        answers = client.answers(*requests)
+    waited = [json.loads(answers[str(i)].last["timing"][0])["queue_ms"] for i in range(4)]
+    assert waited[3] < waited[2] < waited[1]
 
 
 def test_embeddings_are_those_of_transformers(tmp_path: Path, tiny: Path) -> None:
@@ -206,5 +222,5 @@ def test_images_reach_the_model(tmp_path: Path, tiny: Path) -> None:
             refused = ask(server.grpc_url, text, image=[bad])
             assert "image[0]: not a base64 image" in (refused.error or "")
         refused = ask(server.grpc_url, "no placeholder", image=[encoded(picture((0, 0, 0)))])
-        assert (refused.error or "").startswith("prompt:"), refused.error
+        assert "INVALID_ARGUMENT: image: got 1, and the prompt must hold" in (refused.error or "")
         assert generated(server, text, image=[encoded(picture((255, 0, 0)))]) == expected[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,40 @@ def test_choice_and_json_schema_hold(server: Server) -> None:
         server.grpc_url, "A person as JSON: ", exclude_input_in_output=True, sampling_parameters=parameters
     ).text
     assert isinstance(json.loads(text)["age"], int)
+
+
+@pytest.mark.parametrize(
+    ("output", "pattern"),
+    [
+        ({"regex": "[A-C]-[0-9]{3}"}, "[A-C]-[0-9]{3}"),
+        ({"grammar": 'root ::= ("red" | "blue") " " [0-9]'}, "(red|blue) [0-9]"),
+    ],
+    ids=["regex", "grammar"],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_patterns_hold(server: Server, output: dict[str, str], pattern: str, stream: bool) -> None:
+    parameters = {**GREEDY, "max_tokens": 24, "structured_outputs": output}
+    inputs = {} if stream else {"exclude_input_in_output": True}
+    answer = ask(server.grpc_url, "A code: ", stream=stream, sampling_parameters=parameters, **inputs)
+    assert re.fullmatch(pattern, answer.text), answer
+
+
+def test_tokens_wanted_unwanted_and_last(server: Server) -> None:
+    def ids(**more: Any) -> list[int]:
+        parameters = {**GREEDY, "max_tokens": 12, "ignore_eos": True, **more}
+        answer = ask(
+            server.grpc_url, "Once upon a time", sampling_parameters=parameters, return_token_ids=True
+        )
+        assert answer.error is None
+        return list(answer.last["token_ids"])
+
+    free = ids()
+    assert len(free) == 12
+    assert free[0] not in ids(logit_bias={str(free[0]): -100})
+    assert set(ids(allowed_token_ids=free[:2])) <= set(free[:2])
+    assert ids(stop_token_ids=[free[5]]) == free[: free.index(free[5]) + 1]
+    drawn = {"temperature": 1.2, "seed": 7}
+    assert ids(**drawn) == ids(**drawn) != ids(**{**drawn, "seed": 8})
 
 
 def test_forbidden_tokens_leave_strict_json(server: Server) -> None:

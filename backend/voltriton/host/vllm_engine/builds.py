@@ -66,6 +66,7 @@ def overload_errors() -> tuple[type[Exception], ...]:
     return tuple(getattr(exceptions, name) for name in names if hasattr(exceptions, name))
 
 
+@functools.cache
 def sampling_fields() -> frozenset[str]:
     """Names of the sampling parameters that this build has."""
     from vllm.sampling_params import SamplingParams

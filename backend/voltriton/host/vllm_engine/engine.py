@@ -76,7 +76,18 @@ class VllmEngine:
             self._refuse_hopeless(generation.prompts or [])
         if generation.images:
             inputs[0]["multi_modal_data"] = {"image": self._images(generation.images)}
-        return await self._rendered(self._llm.renderer.render_cmpl_async(inputs, self._token_params(True)))
+        try:
+            return await self._rendered(
+                self._llm.renderer.render_cmpl_async(inputs, self._token_params(True))
+            )
+        except AssertionError as error:
+            if not generation.images:
+                raise
+            # vLLM's way of saying that a prompt has no place for an image.
+            raise InvalidArgument(
+                f"image: got {len(generation.images)}, and the prompt must hold the model's placeholder "
+                f"for each ({error})"
+            ) from None
 
     async def _render_chat(self, chat: dict[str, Any]) -> list[Prompt]:
         from vllm.renderers.params import ChatParams
