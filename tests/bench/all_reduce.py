@@ -79,11 +79,15 @@ def work(rank: int, world: int, port: int, out: Path) -> None:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
     nccl = PyNcclCommunicator(dist.group.WORLD, torch.device("cuda", rank))
+    if nccl.disabled:
+        raise SystemExit(
+            "vLLM's NCCL communicator is off: NCCL 2.29.7 or newer is needed (VLLM_NCCL_SO_PATH)"
+        )
     custom = CustomAllreduce(dist.group.WORLD, torch.device("cuda", rank))
     with torch.no_grad():
         rows = [row(shape, nccl, custom, rank, world) for shape in SHAPES]
     if rank == 0:
-        write(out, rows, world)
+        write(out, rows, world, nccl.nccl.ncclGetVersion())
     dist.barrier()
 
 
@@ -100,12 +104,12 @@ def row(shape: tuple[int, int], nccl: Any, custom: Any, rank: int, world: int) -
     return found
 
 
-def write(out: Path, rows: list[dict[str, Any]], world: int) -> None:
+def write(out: Path, rows: list[dict[str, Any]], world: int, nccl: str) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     head = {
         "command": shlex.join(["python", *sys.argv]),
         "card": f"{world} x {torch.cuda.get_device_name()}",
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nccl": nccl,
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
     }

@@ -8,8 +8,8 @@ generations of different lengths, so prefill is not in it. Decoding runs in CUDA
 OUT.txt (what is printed) and OUT.json.
 
 Ways: `voltriton`, `marlin`, `emulation` differ in the NVFP4 kernels alone (TRITON_ATTN and vLLM's extensions in all);
-`volta` is what a V100 runs (capability forced to 7.0, no extensions, our kernels as compute_70 PTX), `volta-attention`
-the same with our attention kernels.
+`volta-attention` is what a V100 runs (capability forced to 7.0, no extensions, our kernels as compute_70 PTX), `volta`
+the same with Triton's attention.
 """
 
 from __future__ import annotations
@@ -123,7 +123,10 @@ WAYS: dict[str, dict[str, Any]] = {
     for way in ("voltriton", "marlin", "emulation")
 } | {"volta": {}, "volta-attention": {}}
 VOLTA = {"VOLTRITON_FORCE_CAPABILITY": "7.0"}
-ENVIRONMENT = {"volta": VOLTA, "volta-attention": {**VOLTA, "VOLTRITON_ATTENTION": "sm70"}}
+ENVIRONMENT = {
+    "volta": VOLTA | {"VOLTRITON_ATTENTION": "triton"},
+    "volta-attention": VOLTA | {"VOLTRITON_ATTENTION": "sm70"},
+}
 DEFAULT = [f"{model}:{way}" for model in ("Qwen3-8B", "Qwen3-30B-A3B") for way in WAYS] + ["qwen4_exp:volta"]
 
 

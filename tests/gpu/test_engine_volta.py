@@ -114,7 +114,7 @@ def report(case: str, found: object) -> None:
 def test_model_on_the_path_of_a_v100(models: dict[str, Path], tmp_path: Path, arch: str, way: str) -> None:
     if arch == "qwen4_exp" and "own attention" in way:
         pytest.skip("its attention is sparse: vLLM's own kernel")
-    environment = {"VOLTRITON_ATTENTION": "sm70"} if "own attention" in way else {}
+    environment = {"VOLTRITON_ATTENTION": "sm70" if "own attention" in way else "triton"}
     model = models[arch] / LAYOUT[arch]
     found = run_engine(model, tmp_path / "found.pt", WAYS[way], **environment)
     check(way, arch, models[arch], found)

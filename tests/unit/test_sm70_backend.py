@@ -137,22 +137,36 @@ def test_without_kernels_all_is_vllm_s(calls: Calls, monkeypatch: pytest.MonkeyP
     assert [name for name, _ in calls.seen] == ["vllm"]
 
 
-def test_off_unless_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "capability", "ours"),
+    [
+        (None, None, False),
+        (None, 90, False),
+        (None, 75, False),
+        (None, 70, True),
+        ("auto", 70, True),
+        ("triton", 70, False),
+        ("sm70", 90, True),
+    ],
+)
+def test_whose_kernels_take_triton_s_place(
+    monkeypatch: pytest.MonkeyPatch, wanted: str | None, capability: int | None, ours: bool
+) -> None:
+    monkeypatch.setattr(switch.gates, "capability", lambda: capability)
     monkeypatch.delenv(switch.NAME, raising=False)
-    switch.register()
-    assert AttentionBackendEnum.TRITON_ATTN.get_class() is not backend.Sm70AttentionBackend
-    monkeypatch.setenv(switch.NAME, "fast")
-    with pytest.raises(ValueError, match="VOLTRITON_ATTENTION: got 'fast', allowed: triton, sm70"):
-        switch.register()
-
-
-def test_switched_on_it_takes_triton_s_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(switch.NAME, "sm70")
+    if wanted is not None:
+        monkeypatch.setenv(switch.NAME, wanted)
     try:
         switch.register()
         found = AttentionBackendEnum.TRITON_ATTN.get_class()
-        assert found is backend.Sm70AttentionBackend
-        assert found.get_impl_cls() is backend.Sm70AttentionImpl
+        assert (found is backend.Sm70AttentionBackend) == ours
         assert found.get_name() == "TRITON_ATTN"
+        assert (found.get_impl_cls() is backend.Sm70AttentionImpl) == ours
     finally:
         AttentionBackendEnum.TRITON_ATTN.clear_override()
+
+
+def test_a_wrong_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(switch.NAME, "fast")
+    with pytest.raises(ValueError, match="VOLTRITON_ATTENTION: got 'fast', allowed: auto, triton, sm70"):
+        switch.register()
