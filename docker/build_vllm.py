@@ -75,6 +75,7 @@ DEFINITIONS = (
     "Py_LIMITED_API=3",
     "NDEBUG",
 )
+TORCH_LIBRARIES = ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda")
 # Unversioned symbols of a library that others own: PyTorch's C shim, Python.
 OWNED = re.compile(r"(aoti_torch_|torch_|Py|_Py)")
 
@@ -185,8 +186,13 @@ def compile_extension(name: str, source: Path, work: Path, jobs: int, flags: lis
         list(pool.map(compile_one, [file for file, made in objects.items() if not made.exists()]))
     library = work / f"{name}.abi3.so"
     cuda = Path(nvcc).resolve().parents[1]
-    folders = [f"-L{folder}" for folder in (cuda / "lib64", cuda / "lib") if folder.is_dir()]
-    run(compiler, "-shared", "-o", str(library), *map(str, objects.values()), *folders, "-lcudart")
+    torch = Path(package("torch")) / "lib"
+    folders = [f"-L{folder}" for folder in (torch, cuda / "lib64", cuda / "lib") if folder.is_dir()]
+    # PyTorch's libraries are not visible to others in the process unless they are asked for; a CPU build has fewer.
+    # The C++ library before them: they carry parts of one, under the same names.
+    owners = [f"-l{name}" for name in TORCH_LIBRARIES if (torch / f"lib{name}.so").is_file()]
+    needed = ["-Wl,--no-as-needed", *folders, "-lstdc++", *owners, "-lcudart"]
+    run(compiler, "-shared", "-o", str(library), *map(str, objects.values()), *needed)
     return library
 
 
