@@ -195,14 +195,19 @@ def _fetch_libpython(layout: Layout, name: str) -> Path:
 
 
 def _unpack(layout: Layout) -> None:
-    with tempfile.TemporaryDirectory(dir=layout.root) as tmp:
-        pip("download", "--no-deps", "--only-binary=:all:", "-d", tmp, PYTRITON)
-        (wheel,) = Path(tmp).glob("*.whl")
-        fresh = Path(tmp) / "triton"
+    # Always the same folder: what a killed run left in it (300 MB) goes with the next one.
+    tmp = layout.root / "unpacking"
+    shutil.rmtree(tmp, ignore_errors=True)
+    try:
+        pip("download", "--no-deps", "--only-binary=:all:", "-d", str(tmp), PYTRITON)
+        (wheel,) = tmp.glob("*.whl")
+        fresh = tmp / "triton"
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(fresh)
         shutil.rmtree(layout.package, ignore_errors=True)
         fresh.rename(layout.package)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
 
 
 def _make_stub_env(layout: Layout) -> None:
