@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -19,9 +20,6 @@ import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
-from safetensors.torch import save_file
 
 HERE = Path(__file__).parent
 HIDDEN, INTERMEDIATE = 4096, 14336
@@ -38,8 +36,24 @@ LAYER_BYTES = 2 * sum(a * b for a, b in LINEARS.values())
 
 
 def make_source(folder: Path, gb: float) -> float:
-    """Layers of Llama-3-8B's shapes, one file a layer; returns the GB written."""
+    """Layers of Llama-3-8B's shapes, one file a layer; returns the GB written.
+
+    In a process of its own: a child's largest resident set counts that of the process that started it (execve(2) keeps
+    ru_maxrss), so this one has to stay small.
+    """
     layers = max(round(gb * 1e9 / LAYER_BYTES), 1)
+    maker = multiprocessing.get_context("spawn").Process(target=write_source, args=(folder, layers))
+    maker.start()
+    maker.join()
+    if maker.exitcode:
+        sys.exit("the source could not be made")
+    return layers * LAYER_BYTES / 1e9
+
+
+def write_source(folder: Path, layers: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True)
     weight_map = {}
     for i in range(layers):
@@ -55,7 +69,6 @@ def make_source(folder: Path, gb: float) -> float:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": HIDDEN, "dtype": "bfloat16"}))
-    return layers * LAYER_BYTES / 1e9
 
 
 class Cost(NamedTuple):

@@ -63,7 +63,12 @@ def variants(args: argparse.Namespace) -> dict[str, Callable[[Path, Path], None]
         made["llm-compressor NVFP4A16"] = peer("llm-compressor", args.llm_compressor)
     if args.modelopt:
         made["ModelOpt W4A16_NVFP4"] = peer("modelopt", args.modelopt)
-    return {name: make for name, make in made.items() if not args.only or name in args.only}
+    made = {name: make for name, make in made.items() if not args.only or name in args.only}
+    return made | {name: ready(Path(folder)) for name, _, folder in (h.partition("=") for h in args.have)}
+
+
+def ready(folder: Path) -> Callable[[Path, Path], None]:
+    return lambda source, out: out.symlink_to(folder.resolve())
 
 
 def main() -> None:
@@ -75,6 +80,7 @@ def main() -> None:
     p.add_argument("--test-tokens", type=int, default=8192, help="of each test text")
     p.add_argument("--window", type=int, default=512)
     p.add_argument("--only", action="append", help="this variant; may be repeated")
+    p.add_argument("--have", action="append", default=[], metavar="NAME=DIR", help="a checkpoint made before")
     p.add_argument("--modelopt", type=Path, metavar="DIR")
     p.add_argument("--llm-compressor", type=Path, metavar="DIR")
     p.add_argument("--json", type=Path)

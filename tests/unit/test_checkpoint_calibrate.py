@@ -83,6 +83,43 @@ def test_feedback_rounds_onto_the_grid_and_lowers_the_output_error(rule: Rule) -
     assert output_error(back) < 0.8 * output_error(searched) < 0.8 * output_error(plain)
 
 
+@pytest.mark.parametrize("rule", list(Rule))
+def test_each_sweep_lowers_every_rows_error(rule: Rule) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 128)
+    moments = Moments(128)
+    moments.add(torch.randn(2000, 20) @ torch.randn(20, 128) + 0.3 * torch.randn(2000, 128))
+    (h,) = moments.groups()
+    top = rule.global_scale(weight.abs().max())
+    basis = Basis.of(h, 0.0)
+    errors = []
+    for sweeps in (0, 1, 2):
+        rounded, scale = feedback_scales(weight, basis, top, rule, sweeps)
+        back = dequantise(quantise(rounded, scale, top, rule), scale, top, rule)
+        torch.testing.assert_close(back, rounded, rtol=0, atol=0)
+        gap = (weight - rounded)[:, basis.order]
+        errors.append(((gap @ basis.moments) * gap).sum(-1))
+    assert (errors[1] <= errors[0] * 1.0001).all()
+    assert (errors[2] <= errors[1] * 1.0001).all()
+    assert errors[2].mean() < 0.95 * errors[0].mean()
+
+
+def test_correction_makes_up_for_what_earlier_layers_did() -> None:
+    torch.manual_seed(0)
+    weight, wanted = torch.randn(24, 32), torch.randn(2000, 32)
+    given = wanted @ (torch.eye(32) + 0.1 * torch.randn(32, 32)) + 0.05 * torch.randn(2000, 32)
+    share = torch.rand(2000) + 0.5
+    moments = Moments(32)
+    moments.add(given[:1500], share[:1500], wanted[:1500])
+    moments.add(given[1500:], share[1500:], wanted[1500:])
+    corrected, none = weight.clone(), weight.clone()
+    moments.correct(corrected, 1.0)
+    moments.correct(none, 0.0)
+    assert torch.equal(none, weight)
+    target = wanted @ weight.T
+    assert (given @ corrected.T - target).square().mean() < 0.2 * (given @ weight.T - target).square().mean()
+
+
 def test_feedback_without_correlation_is_the_weighted_search() -> None:
     torch.manual_seed(1)
     rule, weight = Rule.MODELOPT, torch.randn(16, 64)

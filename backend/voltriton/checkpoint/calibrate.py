@@ -37,7 +37,7 @@ class Recipe:
     much of the error that earlier layers left in the inputs is corrected, 0 to 1; `sweeps`: see feedback_scales."""
 
     files: list[Path] = field(default_factory=list)
-    tokens: int = 32768
+    tokens: int = 16384
     window: int = 512
     seed: int = 0
     feedback: bool = True
