@@ -60,6 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"voltriton: no command {name!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    # gRPC would write each attempt at a connection to stderr; a command says in one line what came of them.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         result: int = importlib.import_module(COMMANDS[name].module).main(rest)
         sys.stdout.flush()

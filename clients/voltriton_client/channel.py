@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +28,30 @@ class Tls:
     key: str | None = None
 
     def credentials(self) -> Any:
-        """gRPC credentials. InvalidArgument: a file cannot be read, or cert and key do not come together."""
+        """gRPC credentials. InvalidArgument as for `context`: gRPC itself would only fail to connect."""
+        self.context()
+        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
+
+    def context(self) -> ssl.SSLContext:
+        """For HTTP. InvalidArgument: a file cannot be read or holds something else, or cert and key do not belong
+        together."""
         if (self.cert is None) != (self.key is None):
             raise InvalidArgument("TLS: the client's certificate and its key go together; one is missing")
-        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
+        for path in (self.ca, self.cert, self.key):
+            _read(path)
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+        except ssl.SSLError:
+            raise InvalidArgument(f"TLS file {self.ca!r}: no certificate in PEM form") from None
+        if self.cert:
+            try:
+                context.load_cert_chain(self.cert, self.key, password="")
+            except (ssl.SSLError, OSError) as error:
+                raise InvalidArgument(
+                    f"TLS files {self.cert!r} and {self.key!r}: no certificate in PEM form with its key, without a "
+                    f"password ({error})"
+                ) from None
+        return context
 
 
 def _read(path: str | None) -> bytes | None:

@@ -7,7 +7,6 @@ non-streaming request is not noticed by every version of Triton. Prefer `Client`
 from __future__ import annotations
 
 import json
-import ssl
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
@@ -64,7 +63,7 @@ class HttpClient:
             base_url=f"{'https' if tls else 'http'}://{address}",
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(None, connect=connect_timeout_s),
-            verify=_tls_context(tls) if tls else True,
+            verify=tls.context() if tls else True,
             trust_env=False,
             transport=transport,
         )
@@ -133,6 +132,8 @@ class HttpClient:
     ) -> VoltritonError:
         address, text = self.target.address, str(error)
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            if "UNEXPECTED_EOF" in text or "WRONG_VERSION" in text:
+                return CertificateFailed(f"{address} does not speak TLS: leave it out, or give the TLS port")
             if "SSL" in text or "certificate" in text:
                 return CertificateFailed(
                     f"TLS with {address} failed ({text}): check the CA file and the host name"
@@ -149,6 +150,8 @@ class HttpClient:
                 f"{address} does not speak HTTP/1.1 ({text}): give Triton's HTTP port (8000 unless set), not "
                 "its gRPC port (8001)"
             )
+        if "without sending a response" in text and self.target.tls is None and not started:
+            text = f"{text.rstrip('.')}, as a TLS port does"
         if reader is not None:
             try:
                 reader.end(text)
@@ -193,6 +196,12 @@ def _check(response: httpx.Response) -> None:
         text = str(json.loads(text)["error"])
     except (ValueError, KeyError, TypeError):
         text = f"HTTP status {response.status_code}: {' '.join(text.split())[:200]}"
+    if response.status_code == 405:
+        # Triton's metrics port, or some web server.
+        address = f"{response.url.host}:{response.url.port}"
+        raise WrongProtocol(
+            f"{address} speaks HTTP and takes no requests for models: give Triton's HTTP port (8000 unless set)"
+        )
     code = _BY_STATUS.get(response.status_code, "INTERNAL")
     if code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
         raise Unauthenticated(f"the server refuses the key: {text}")
@@ -210,11 +219,3 @@ def _parse(text: str, request_id: str) -> dict[str, list[Any]]:
     if "error" in body:
         raise from_text(str(body["error"]), request_id)
     return {name: value if isinstance(value, list) else [value] for name, value in body.items()}
-
-
-def _tls_context(tls: Tls) -> ssl.SSLContext:
-    tls.credentials()
-    context = ssl.create_default_context(cafile=tls.ca)
-    if tls.cert:
-        context.load_cert_chain(tls.cert, tls.key)
-    return context

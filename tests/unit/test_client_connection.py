@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import http.server
 import socket
+import ssl
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -134,6 +139,86 @@ def test_tls_files_that_are_not_there(tmp_path: Path) -> None:
         vc.Client("127.0.0.1:1", tls=vc.Tls(ca=str(tmp_path / "no.pem")))
     with pytest.raises(vc.InvalidArgument, match="go together"):
         vc.Client("127.0.0.1:1", tls=vc.Tls(cert="x"))
+
+
+@pytest.mark.parametrize("kind", [vc.Client, vc.HttpClient])
+def test_tls_files_that_are_something_else(tmp_path: Path, kind: Any) -> None:
+    text, cert, key, other = (str(tmp_path / name) for name in ("text", "cert.pem", "key.pem", "other.pem"))
+    Path(text).write_text("no certificate\n")
+    for path, content in zip((cert, key), certificate("127.0.0.1"), strict=True):
+        Path(path).write_bytes(content)
+    Path(other).write_bytes(certificate("127.0.0.1")[1])
+    with pytest.raises(vc.InvalidArgument, match=r"text'?: no certificate in PEM form"):
+        kind("127.0.0.1:1", tls=vc.Tls(ca=text))
+    for pair in ((text, key), (cert, text), (cert, other)):
+        with pytest.raises(vc.InvalidArgument, match="no certificate in PEM form with its key"):
+            kind("127.0.0.1:1", tls=vc.Tls(None, *pair))
+    with kind("127.0.0.1:1", tls=vc.Tls(cert, cert, key)):
+        pass
+
+
+@contextmanager
+def tls_in_front_of_http(cert: str, key: str) -> Iterator[str]:
+    """A web server by TLS, which answers every POST with what Triton's metrics port says to one."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(405)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # handshakes that fail are the test's
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_tls_over_http(tmp_path: Path) -> None:
+    cert, key, other = (str(tmp_path / name) for name in ("cert.pem", "key.pem", "other.pem"))
+    for path, content in zip((cert, key), certificate("127.0.0.1"), strict=True):
+        Path(path).write_bytes(content)
+    Path(other).write_bytes(certificate("127.0.0.1")[0])
+    with tls_in_front_of_http(cert, key) as address:
+        for tls, error, words in (
+            (vc.Tls(cert), vc.WrongProtocol, "takes no requests for models"),  # the handshake is well
+            (vc.Tls(other), vc.CertificateFailed, "TLS with .* failed .*check the CA file"),
+            (None, vc.AnswerCut, "as a TLS port does"),
+        ):
+            with vc.HttpClient(address, tls=tls) as client, pytest.raises(error, match=words) as caught:
+                client.generate("x")
+            assert type(caught.value) is error
+    with (
+        FakeServer() as server,
+        vc.HttpClient(server.address, tls=vc.Tls(cert)) as client,
+        pytest.raises(vc.CertificateFailed, match="does not speak TLS"),
+    ):
+        client.generate("x")
+
+
+def test_a_command_says_one_line_where_grpc_says_many(tls_server: tuple[FakeServer, Path]) -> None:
+    server, folder = tls_server
+    argv = ["generate", "x", "--server", server.address, "--tls-ca", str(folder / "other.pem")]
+    done = subprocess.run(
+        [sys.executable, "-m", "voltriton.cli", *argv, "--connect-timeout", "0.3"],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("voltriton generate: UNAVAILABLE: TLS with ")
+    assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
 @pytest.mark.parametrize(
