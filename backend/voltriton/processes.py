@@ -23,35 +23,38 @@ def set_name(name: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
-def die_with_parent(parent: int) -> Callable[[], None]:
+def die_with_parent(pid: int) -> Callable[[], None]:
     """For `preexec_fn`: the kernel kills the child when the thread that made it ends."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def before_exec() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
+        if os.getppid() != pid:
             os._exit(1)
 
     return before_exec
 
 
-def end_with_parent() -> None:
-    """A thread that kills this process as soon as its parent has ended.
+def end_with(leader: int, victim: int) -> None:
+    """A thread that kills `victim` as soon as `leader` has ended, and removes what only the victim has in /dev/shm.
 
-    For Triton's stub, which sees the end itself, but stays for ever where one of its threads is just in a call to the
-    parent. The parent-death signal would not do: the stub's parent makes it in a thread that ends after loading.
+    For Triton's stubs, which see the end of their server themselves, but stay for ever where one of their threads is
+    just in a call to it. The parent-death signal would not do: the server makes a stub in a thread that ends after
+    loading.
     """
-    threading.Thread(target=_end_with, args=(os.getppid(),), name="voltriton-parent", daemon=True).start()
+    threading.Thread(target=_end_with, args=(leader, victim), name="voltriton-parent", daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
+def _end_with(leader: int, victim: int) -> None:
     # Linux before 5.3, or a container that forbids it, has no pidfd.
     with contextlib.suppress(OSError):
-        fd = os.pidfd_open(parent)
+        fd = os.pidfd_open(leader)
         select.select([fd], [], [])
-    while os.getppid() == parent and alive(parent):
+    while alive(leader):
         time.sleep(0.1)
-    os.kill(os.getpid(), signal.SIGKILL)
+    # A server that is killed, or whose exit timeout is over, leaves the region that it had with its stub.
+    remove_shared_memory(shared_memory([victim]), besides=victim)
+    os.kill(victim, signal.SIGKILL)
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -60,6 +63,12 @@ def _stat(pid: int) -> list[str] | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
+
+
+def parent(pid: int) -> int:
+    """0 where there is no such process."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields is not None else 0
 
 
 def alive(pid: int) -> bool:
@@ -141,11 +150,12 @@ def shared_memory(pids: Iterable[int]) -> set[str]:
     return names
 
 
-def remove_shared_memory(names: Iterable[str]) -> list[str]:
-    """Unlinks what nobody has mapped any more; returns what was removed."""
+def remove_shared_memory(names: Iterable[str], besides: int = 0) -> list[str]:
+    """Unlinks what nobody (`besides` one process) has mapped any more; returns what was removed."""
     left = {name for name in names if (SHARED_MEMORY / name).exists()}
     if left:
-        left -= shared_memory(int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit())
+        pids = {int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()} - {besides}
+        left -= shared_memory(pids)
     removed = []
     for name in sorted(left):
         with contextlib.suppress(OSError):

@@ -140,3 +140,19 @@ def test_one_request_fails_alone(broken: Server) -> None:
     assert stream.answer.error is None
     assert len(stream.text.split()) == 50
     assert broken.host_pid() == host
+
+
+def test_plain_tritonserver_killed(tmp_path: Path) -> None:
+    """Without `voltriton serve` too: no process stays, and nothing in /dev/shm."""
+    with Server(fake_repository(tmp_path / "repository"), tmp_path / "log") as server:
+        children = server.children()
+        files = shared_memory(children)
+        assert files
+        streams = follow(server.grpc_url, 3, LONG)
+        assert server.process is not None
+        server.process.kill()
+        wait_for(lambda: not any(map(alive, children)), 10, "the end of the children")
+        for stream in streams:
+            stream.wait()
+            assert stream.broken == "UNAVAILABLE"
+    assert not files & shm_files()

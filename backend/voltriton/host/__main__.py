@@ -1,4 +1,4 @@
-"""`python -m voltriton.host FD PARENT_PID`: the engine host, a child of Triton's stub.
+"""`python -m voltriton.host FD STUB_PID`: the engine host, a child of Triton's stub.
 
 It talks wire frames over the socket FD, and dies with its parent: by the kernel's parent-death signal, and
 because the socket ends.
@@ -12,12 +12,14 @@ import signal
 import socket
 import sys
 
-from voltriton.processes import die_with_parent, set_name
+from voltriton.processes import die_with_parent, end_with, parent, set_name
 
 
 def main() -> None:
-    fd, parent = int(sys.argv[1]), int(sys.argv[2])
-    die_with_parent(parent)()
+    fd, stub = int(sys.argv[1]), int(sys.argv[2])
+    die_with_parent(stub)()
+    # A stub that is in a call to its dead server may hold Python's lock, and then ends neither itself nor us.
+    end_with(parent(stub), stub)
     set_name("voltriton-host")
     # Ctrl-C is the server's to handle; it stops us by a frame.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

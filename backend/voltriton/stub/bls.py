@@ -7,13 +7,14 @@ are not on the path of streamed tokens.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from voltriton.processes import end_with_parent
+from voltriton.processes import end_with
 from voltriton.stub.contract import INPUTS, OUTPUTS
 
 TARGET = "vllm"
@@ -48,7 +49,7 @@ class CallingModel:
     """A stub that waits in a call never ends by itself when its server is killed."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        end_with_parent()
+        end_with(os.getppid(), os.getpid())
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]

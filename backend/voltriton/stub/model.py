@@ -12,7 +12,7 @@ import triton_python_backend_utils as pb_utils
 
 from voltriton import settings
 from voltriton.errors import InvalidArgument, VoltritonError
-from voltriton.processes import end_with_parent
+from voltriton.processes import end_with
 from voltriton.stub.contract import INPUTS, OUTPUTS
 from voltriton.stub.front import Front
 from voltriton.stub.link import Launch, host_environment
@@ -40,7 +40,7 @@ class TritonPythonModel:
         return auto_complete_model_config
 
     def initialize(self, args: dict[str, str]) -> None:
-        end_with_parent()
+        end_with(os.getppid(), os.getpid())
         try:
             self._front = make_front(args)
             self._front.start()
