@@ -68,7 +68,24 @@ def test_a_named_python_that_does_not_fit_is_not_replaced_by_another(tmp_path: P
             text=True,
         )
         assert done.returncode == 1
-        assert f"PYTHON={python} is neither Python 3.11 nor 3.12 ({said})" in done.stderr
+        assert (
+            f"PYTHON={python} is neither Python 3.11 nor 3.12, or one before its release ({said})"
+            in done.stderr
+        )
+
+
+def test_ubuntus_release_candidate_of_python_is_refused(tmp_path: Path) -> None:
+    """3.11.0rc1 lacks what `import vllm` ends up asking for; seen in a root of Ubuntu 22.04."""
+    candidate = tmp_path / "python3.11"
+    without = "import sys; del sys.get_int_max_str_digits; exec(sys.argv[1])"
+    candidate.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo Python 3.11.0rc1 && exit\nexec {sys.executable} -c "{without}" "$2"\n'
+    )
+    candidate.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(candidate)}
+    done = subprocess.run([str(ROOT / "scripts" / "setup")], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "or one before its release (Python 3.11.0rc1)" in done.stderr
 
 
 def test_too_little_disk(
