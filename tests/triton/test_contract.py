@@ -274,6 +274,8 @@ BAD_PROMPTS = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}]}, "only data:image"),
     ({"messages": {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"enable_thinkin": False}}},
      "chat_template_kwargs.enable_thinkin: the model's chat template reads no such variable; did you mean 'enable_thinking'?"),
+    ({"messages": {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}], "tool_choice": "required"}},
+     "messages.tool_choice: got 'required', but voltriton.tool_parser is not set"),
     ({"messages": {"message": []}}, "messages.message: not known"),
     ({"text_input": "word " * 4096}, "prompt: 4096 tokens, at most 4095 are allowed (max_model_len is 4096"),
 ]  # fmt: skip

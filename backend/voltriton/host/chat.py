@@ -34,6 +34,16 @@ def check(chat: dict[str, Any], info: EngineInfo) -> None:
             raise InvalidArgument(f"messages.{name}: got {_short(chat[name])}, true or false is needed")
 
 
+def check_tool_choice(chat: dict[str, Any], tool_parser: str | None) -> None:
+    """A call that must be made cannot be told apart from text without a parser. Raises InvalidArgument."""
+    choice = chat.get("tool_choice")
+    if choice not in (None, "none", "auto") and tool_parser is None:
+        raise InvalidArgument(
+            f"messages.tool_choice: got {_short(choice)}, but voltriton.tool_parser is not set for this model "
+            "(model.json), so only none and auto are allowed, and a call comes as text"
+        )
+
+
 def _check_message(message: Any, where: str, info: EngineInfo) -> None:
     if not isinstance(message, dict):
         raise InvalidArgument(f"{where}: got {_short(message)}, an object with role and content is needed")

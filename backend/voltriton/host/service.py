@@ -143,6 +143,7 @@ class Service:
         self._check_task("generate")
         if generation.chat is not None:
             chat.check(generation.chat, self._engine.info)
+            chat.check_tool_choice(generation.chat, self._settings.tool_parser)
         self._check_lora(params)
         self._check_images(generation)
         sequences = params.get("n", 1) * max(1, len(generation.prompts or []))
