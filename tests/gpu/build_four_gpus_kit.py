@@ -1,18 +1,18 @@
 """Pack what `four_gpus.py` needs on a GPU host that cannot reach a package index, in parts that a link of 64 MiB carries.
 
-    .venv/bin/python tests/gpu/build_four_gpus_kit.py [--out .kit/four] [--wheels FOLDER] [--keep NAME ...]
+    .venv/bin/python tests/gpu/build_four_gpus_kit.py [--out .kit/four] [--only NAME ...]
 
 The host has Python 3.12, PyTorch 2.11 with CUDA 13, Triton, transformers and numpy. Each part unpacks into one folder:
 
     1/site.tar.xz      site/      vLLM's Python files with our patches, and our plugin's entry point
     1/deps.tar.xz      site/      what vLLM imports and the host lacks (kit_packages.txt)
     1/ptx.tar.xz       ptx/       our kernels as PTX for compute_70: that host's CUDA does not compile for Volta
+    1/clients.tar.xz   clients/   grpcio, tritonclient and what they import
+    1/analyzer.tar.xz  root/      perf_analyzer with the libraries that it needs
     2/nccl.tar.xz      nccl/      NCCL as pinned for Volta; its code for the lent cards alone (sm_90)
     2/c90.tar.xz       c90/       vLLM's extension that has the custom all-reduce, likewise
     3/triton.tar.xz    root/      tritonserver, Python backend and the stub for Python 3.12
     3/python.tar.xz    root/      a Python 3.12 of its own with numpy 1.26, for the stub and for the program itself
-    3/clients.tar.xz   clients/   grpcio, tritonclient and what they import
-    3/analyzer.tar.xz  root/      perf_analyzer with the libraries that it needs
 
 What depends on this checkout (site, ptx) is made anew each time; the rest is kept where it is there already.
 The Python is one built with --enable-shared (pyenv's 3.12): --python names its folder.
@@ -42,7 +42,7 @@ MOST_BYTES = 60 << 20
 VLLM = "vllm==0.32.0"
 NCCL = "nvidia-nccl-cu12==2.30.7"
 CLIENTS = ("grpcio==1.85.3", "tritonclient==2.73.0", "protobuf==6.33.6", "python-rapidjson==1.25")
-CLIENTS += ("typing-extensions==4.15.0",)
+CLIENTS += ("typing-extensions==4.15.0", "ml-dtypes==0.5.4", "packaging==26.4")
 CUSTOM_ALL_REDUCE = "vllm/_C_stable_libtorch.abi3.so"
 # Not used by the stub or the program: tests, tools, and what only a build needs.
 NOT_IN_PYTHON = (
@@ -55,6 +55,8 @@ NOT_IN_PYTHON = (
     "pydoc_data",
     "site-packages",
 )
+# Not run on Volta: a front end in Rust, kernels for Blackwell.
+NOT_IN_VLLM = ("vllm/vllm-rs", "vllm/third_party/fmha_sm100", "vllm/third_party/tml_fa4")
 FATBIN, ENTRY_ARCH = 0xBA55ED50, 28
 
 
@@ -116,9 +118,7 @@ class Kit:
         unpack(
             download(self._wheels, VLLM),
             site,
-            lambda n: (
-                not n.endswith(".so") and not n.startswith(("vllm/vllm-rs", "vllm/third_party/deep_gemm"))
-            ),
+            lambda n: not n.endswith(".so") and not n.startswith(NOT_IN_VLLM),
         )
         patch = [sys.executable, "-m", "voltriton.cli", "patch", "apply", "--tree", str(site)]
         subprocess.run(
@@ -215,12 +215,12 @@ PARTS = {
     "site": 1,
     "deps": 1,
     "ptx": 1,
+    "clients": 1,
+    "analyzer": 1,
     "nccl": 2,
     "c90": 2,
     "triton": 3,
     "python": 3,
-    "clients": 3,
-    "analyzer": 3,
 }
 ANEW = ("site", "ptx")
 
