@@ -55,6 +55,8 @@ NOT_IN_PYTHON = (
     "pydoc_data",
     "site-packages",
 )
+# What its modules ctypes and lzma link, and an image with another Python may lack.
+OF_PYTHON, SYSTEM_LIBRARIES = ("libffi.so.8", "liblzma.so.5"), Path("/lib/x86_64-linux-gnu")
 # Not run on Volta: a front end in Rust, kernels for Blackwell.
 NOT_IN_VLLM = ("vllm/vllm-rs", "vllm/third_party/fmha_sm100", "vllm/third_party/tml_fa4")
 FATBIN, ENTRY_ARCH = 0xBA55ED50, 28
@@ -180,6 +182,8 @@ class Kit:
         (target / "lib").mkdir()
         shutil.copy(self._python / "bin" / "python3.12", target / "bin")
         shutil.copy(self._python / "lib" / "libpython3.12.so.1.0", target / "lib")
+        for library in OF_PYTHON:
+            shutil.copy(SYSTEM_LIBRARIES / library, target / "lib")
         ignore = shutil.ignore_patterns(
             *NOT_IN_PYTHON, "config-3.12*", "__pycache__", "*_test*.so", "_codecs_*.so"
         )

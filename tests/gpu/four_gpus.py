@@ -7,15 +7,21 @@ Steps: `tiny` (greedy tokens of N ranks against one, near-ties aside; one rank k
 sweep by perf_analyzer). A part of a step that fails, or is not done in its time, is a row; the rest goes on. `--cpu` runs
 the same on vLLM's CPU engine with a small shape. Prompts and answers are token ids: no tokenizer is needed.
 
-On the lent machines (kind `nvidia-h200-x4`, 30 minutes of device time in all). Before, here:
-    .venv/bin/python tests/gpu/build_four_gpus_kit.py        a minute: it makes anew what depends on the checkout
-Then these calls, each as soon as the one before has answered (the machine stays 30 s); K is tests/gpu/four_gpus.sh:
-    1  carry .kit/four/1  timeout 120   sh K .kit/four/1; nvidia-smi topo -m                             about 30 s
-    2  carry .kit/four/3  timeout 420   sh K .kit/four/3 -- tiny --out $OUT                              about 4 min
-    3  carry .kit/four/2  timeout 540   sh K .kit/four/2 -- all-reduce Qwen3-32B --out $OUT              about 7 min
-    4  carry nothing      timeout 480   sh K -- qwen4_exp --out $OUT                                     about 6 min
-The first starts the machine (1 to 2 minutes more). Where `tiny` gets no server ready, its logs.tar.xz says why: mend it
-here with the machine given back. Without part 2 ranks use PyTorch's own NCCL. Copy results.txt of each call to perf/results.
+On the lent machines (kind `nvidia-h200-x4`, 30 minutes of device time in all): first, on the machine with the checkout,
+
+    .venv/bin/python tests/gpu/build_four_gpus_kit.py      1 to 5 minutes: what depends on the checkout is made anew
+
+and then these calls, each as soon as the one before has answered (the machine stays warm for 30 s):
+
+    carry           timeout_s  command                                                                      takes
+    .kit/four/1     120        sh tests/gpu/four_gpus.sh .kit/four/1 && nvidia-smi topo -m                  30 s
+    .kit/four/3     450        sh tests/gpu/four_gpus.sh .kit/four/3 -- tiny --out $OUT                     4 min
+    .kit/four/2     560        sh tests/gpu/four_gpus.sh .kit/four/2 -- all-reduce Qwen3-32B --out $OUT     7 min
+    nothing         480        sh tests/gpu/four_gpus.sh -- qwen4_exp --out $OUT                            6 min
+
+The times are estimates, 18 minutes of 30; the machine's start and the transfers come to them. A line of results.txt with
+FAILED says what broke, logs.tar.xz of the same call has the server's log. Where `tiny` gets no server ready, give the
+machine back and mend it here: the other steps would break likewise. Without part 2 ranks use PyTorch's own NCCL.
 """
 
 from __future__ import annotations
@@ -412,7 +418,9 @@ def greedy(server: Server) -> list[list[tuple[int, float]]]:
 
 def margins(stream: Follow) -> list[float]:
     found = []
-    for each in itertools.chain.from_iterable(json.loads(r["logprobs"][0]) for r in stream.answer.responses):
+    for each in itertools.chain.from_iterable(
+        json.loads(r["logprobs"][0]) or [] for r in stream.answer.responses
+    ):
         best = sorted((entry["logprob"] for entry in each.values()), reverse=True)
         found.append(best[0] - best[1])
     return found
