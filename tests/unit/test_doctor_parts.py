@@ -13,7 +13,7 @@ from voltriton.doctor import checks_model, software_probe
 from voltriton.doctor.box import Box, Options
 from voltriton.doctor.checks_deep import transfers
 from voltriton.doctor.checks_model import quantisation as model_format
-from voltriton.doctor.checks_software import vllm_version
+from voltriton.doctor.checks_software import nccl_loaded, vllm_version
 from voltriton.doctor.checks_variables import python_packages
 from voltriton.doctor.fatbin import FatbinError, device_code
 from voltriton.doctor.host import Output, RealHost
@@ -150,6 +150,23 @@ def test_which_build_of_vllm(distribution: str, version: str, status: str) -> No
     row = vllm_version(Box(OneAnswer(Output(0, json.dumps(facts))), Options(target="v100")))
     assert row.status == status and f"{distribution} {version} in" in row.found
     assert "revolta 0.1.4" in row.needed
+
+
+@pytest.mark.parametrize(
+    ("distribution", "version", "status"),
+    [
+        ("vllm", "2.28.3", "fail"),
+        ("vllm", "2.30.7", "ok"),
+        ("revolta", "2.27.5", "ok"),
+        ("revolta", "2.26.2", "fail"),
+    ],
+)
+def test_nccl_that_the_build_of_vllm_takes(distribution: str, version: str, status: str) -> None:
+    facts = {
+        "vllm": {"distribution": distribution},
+        "nccl": {"version": version, "files": ["/x/libnccl.so.2"]},
+    }
+    assert nccl_loaded(Box(OneAnswer(Output(0, json.dumps(facts))), Options(target="v100"))).status == status
 
 
 def test_what_revolta_asks_for_is_no_trouble() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from voltriton_vllm.nccl import LOWEST
+
 from voltriton.doctor.box import Box
 from voltriton.doctor.rows import FAIL, NOTE, OK, SKIP, WARN, Row, check
 from voltriton.host.vllm_engine.builds import KNOWN
@@ -12,6 +14,7 @@ _ARCHITECTURE = {"v100": "sm_70", "hopper": "sm_90"}
 _CU126 = (
     "`pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126`: the last line with sm_70"
 )
+# Before it, large all-reduces write out of bounds (trouble 36). Our vLLM asks for more: `voltriton_vllm.nccl`.
 OLDEST_NCCL = (2, 27, 5)
 
 
@@ -235,7 +238,9 @@ def triton_compiler(box: Box) -> Row:
 def nccl_loaded(box: Box) -> Row:
     """The file mapped in a process that imports PyTorch first, as vLLM does; not the one that pip lists."""
     facts = box.software_part("nccl")
-    need = f"one library, {'.'.join(map(str, OLDEST_NCCL))} or newer"
+    ours = box.software_part("vllm").get("distribution", "vllm") == "vllm"
+    oldest = LOWEST if ours else OLDEST_NCCL
+    need = f"one library, {'.'.join(map(str, oldest))} or newer"
     if box.target == "cpu" or box.wanted_gpus == 1:
         return Row("nccl.loaded", SKIP, "one rank or none", need)
     if "error" in facts:
@@ -258,13 +263,13 @@ def nccl_loaded(box: Box) -> Row:
             "two copies in one process: each has its own state",
             "unset LD_LIBRARY_PATH and VLLM_NCCL_SO_PATH, remove the system's libnccl2",
         )
-    if _numbers(str(facts.get("version"))) < OLDEST_NCCL:
+    if _numbers(str(facts.get("version"))) < oldest:
         return Row(
             "nccl.loaded",
             FAIL,
             found,
             need,
-            "older ones write past the end for large tensors (trouble 36)",
+            "older than 2.27.5 writes past the end for large tensors (trouble 36); vLLM 0.32 wants 2.29.7",
             "`pip install nvidia-nccl-cu12==2.30.7`",
         )
     return Row("nccl.loaded", OK, found, need)

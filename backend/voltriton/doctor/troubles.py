@@ -80,7 +80,9 @@ TROUBLES = {
         "hang or 'unhandled cuda error' at NCCL init",
         "driver, NCCL_SOCKET_IFNAME unset on one host",
     ),
-    36: Trouble("llama.cpp#24489", "NCCL writes out of bounds", "NCCL 2.27.5 or newer"),
+    36: Trouble(
+        "llama.cpp#24489", "NCCL writes out of bounds", "NCCL 2.27.5 or newer (vLLM 0.32 wants 2.29.7)"
+    ),
     37: Trouble("vllm-benchmarking#126", "P2P under graph replay hangs or reads NaN", "NCCL_P2P_DISABLE=1"),
     38: Trouble(
         "1Cat docs",
