@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, Self
@@ -37,8 +38,11 @@ class AsyncClient:
         self._channel = self.target.open_aio()
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._inputs: dict[str, frozenset[str]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
+        if self._leaving:
+            await asyncio.wait(self._leaving)
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -147,8 +151,23 @@ class AsyncClient:
                 if not retry.allows(error):
                     raise core.stream_failure(error, self.target, request, reader) from error
             finally:
-                call.cancel()
+                self._leave(call)
             await asyncio.sleep(core.RETRY_PAUSE_S)
+
+    def _leave(self, call: Any) -> None:
+        """Cancels a call, unless it ends by itself within `core.LINGER_S`."""
+        if not call.done():
+            task = asyncio.create_task(_leave(call))
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+
+
+async def _leave(call: Any) -> None:
+    with contextlib.suppress(TimeoutError, grpc.RpcError, asyncio.CancelledError):
+        async with asyncio.timeout(core.LINGER_S):
+            async for _ in call:
+                pass
+    call.cancel()
 
 
 class AsyncSharedStream:

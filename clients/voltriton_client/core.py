@@ -27,6 +27,9 @@ from voltriton_client.types import ModelInfo, Result
 # The server's own answer to a passed deadline says more than gRPC's, so it is given this much longer.
 DEADLINE_GRACE_S = 2.0
 RETRY_PAUSE_S = 0.2
+# Triton 24.10 leaks the response and the connection of a stream that is reset just as its last response is sent: who
+# leaves early gives it so long to have ended before it is cancelled.
+LINGER_S = 0.05
 _LOST_CODES = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "ABORTED")
 _LOST = (
     "Socket closed",

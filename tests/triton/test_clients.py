@@ -175,6 +175,26 @@ def test_async_client(server: Server) -> None:
     idle(server)
 
 
+def test_leaving_early_leaks_no_connection(server: Server) -> None:
+    """Cancelled just as it ends, one answer in ten would stay in Triton 24.10 for ever, its connection with it."""
+    assert server.process is not None
+    files = Path(f"/proc/{server.process.pid}/fd")
+
+    async def leave() -> None:
+        async with vc.AsyncClient(server.grpc_url) as client:
+            stream = client.stream("a b", max_tokens=9)
+            await anext(stream)
+            await stream.aclose()
+
+    async def many() -> None:
+        for _ in range(8):
+            await asyncio.gather(*[leave() for _ in range(16)])
+
+    before = len(list(files.iterdir()))
+    asyncio.run(many())
+    wait_for(lambda: len(list(files.iterdir())) <= before + 3, 15, "the connections to be closed")
+
+
 def test_http_form(server: Server) -> None:
     with vc.HttpClient(f"127.0.0.1:{server.http}") as client:
         assert client.ready()
