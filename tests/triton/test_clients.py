@@ -43,7 +43,7 @@ def client(server: Server) -> Iterator[vc.Client]:
 
 
 def running(server: Server) -> float:
-    return server.metric("vllm:num_requests_running")
+    return server.metric("vllm:num_requests_running") + server.metric("voltriton:requests_open")
 
 
 def idle(server: Server) -> None:
@@ -155,7 +155,8 @@ def test_closing_a_shared_stream_cancels_all_of_it(server: Server, client: vc.Cl
     assert client.generate("alive").text == "alive"
 
 
-def test_forty_requests_on_one_stream(client: vc.Client) -> None:
+def test_forty_requests_on_one_stream(server: Server, client: vc.Client) -> None:
+    idle(server)  # what the test before cancelled is counted until Triton has told of it
     requests = [vc.Request(prompt=f"number {number}") for number in range(40)]
     outcomes = dict(client.generate_many(requests, concurrency=20))
     assert [outcomes[number].text for number in range(40)] == [f"number {n}" for n in range(40)]  # type: ignore[union-attr]
