@@ -90,10 +90,10 @@ def test_streams_end_and_the_engine_comes_back(
 
 @pytest.mark.parametrize(
     ("breakage", "message"),
-    [("missing", "no-such-folder"), ("cut", "safetensors"), ("heads", "3")],
-    ids=["no such folder", "file cut short", "ranks that do not divide the heads"],
+    [("missing", "no-such-folder"), ("cut", "safetensors"), ("heads", "3"), ("memory", "Available memory")],
+    ids=["no such folder", "file cut short", "ranks that do not divide the heads", "no memory"],
 )
-def test_load_of_broken_files_is_refused_with_the_cause(
+def test_load_that_cannot_be_is_refused_with_the_cause(
     tmp_path: Path, tiny: Path, breakage: str, message: str
 ) -> None:
     model, ranks = tmp_path / "model", 1
@@ -106,8 +106,9 @@ def test_load_of_broken_files_is_refused_with_the_cause(
         weights.write_bytes(weights.read_bytes()[:20000])
     if breakage == "heads":
         ranks = 3
+    settings = {"env": {"VLLM_CPU_KVCACHE_SPACE": "100000"}} if breakage == "memory" else None
     repository = real_repository(
-        tmp_path / "repository", model, tensor_parallel_size=ranks, max_model_len=256
+        tmp_path / "repository", model, settings, tensor_parallel_size=ranks, max_model_len=256
     )
     with Server(repository, tmp_path / "log", "--model-control-mode=explicit", ready_s=60) as server:
         code, text = server.post("/v2/repository/models/vllm/load", {}, 200)
