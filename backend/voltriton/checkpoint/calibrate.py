@@ -172,10 +172,11 @@ class _Layer:
         return lambda group: kinds.index(_kind(group))
 
     def moments(self, groups: list[str]) -> dict[str, Moments]:
+        """Of the groups' inputs; what they should be is compared except for experts, whose tokens may differ."""
+        if not groups:
+            return {}
         found = {g: Moments(self._first(g).matrix.spec.shape[1]) for g in groups}
         for true, drifted, after in zip(self._model.states, self._drifted, self._after, strict=True):
-            if not groups:
-                break
             given = self._inputs(groups, self._layer, drifted)
             experts = [g for g in groups if ".experts." in g]
             wanted = self._inputs(groups, self._original, true) if self._compare and not experts else {}
