@@ -76,8 +76,8 @@ DEFINITIONS = (
     "NDEBUG",
 )
 TORCH_LIBRARIES = ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda")
-# Unversioned symbols of a library that others own: PyTorch's C shim, Python.
-OWNED = re.compile(r"(aoti_torch_|torch_|Py|_Py)")
+# Unversioned symbols of a library that others own: PyTorch's C shim, Python, the driver.
+OWNED = re.compile(r"(aoti_torch_|torch_|Py|_Py|cu[A-Z])")
 
 
 class BuildError(Exception):
@@ -185,15 +185,21 @@ def compile_extension(name: str, source: Path, work: Path, jobs: int, flags: lis
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(compile_one, [file for file, made in objects.items() if not made.exists()]))
     library = work / f"{name}.abi3.so"
-    cuda = Path(nvcc).resolve().parents[1]
     torch = Path(package("torch")) / "lib"
-    folders = [f"-L{folder}" for folder in (torch, cuda / "lib64", cuda / "lib") if folder.is_dir()]
+    folders = [f"-L{folder}" for folder in (torch, *toolkit_libraries(nvcc))]
     # PyTorch's libraries are not visible to others in the process unless they are asked for; a CPU build has fewer.
     # The C++ library before them: they carry parts of one, under the same names.
     owners = [f"-l{name}" for name in TORCH_LIBRARIES if (torch / f"lib{name}.so").is_file()]
-    needed = ["-Wl,--no-as-needed", *folders, "-lstdc++", *owners, "-lcudart"]
+    needed = ["-Wl,--no-as-needed", *folders, "-lstdc++", *owners, "-lcudart", "-lcublas", "-lcuda"]
     run(compiler, "-shared", "-o", str(library), *map(str, objects.values()), *needed)
     return library
+
+
+def toolkit_libraries(nvcc: str) -> list[Path]:
+    """The toolkit's folders, that of the driver's stand-in (`stubs`) among them."""
+    home = Path(nvcc).resolve().parents[1]
+    folders = [home / name for name in ("lib64", "lib", "lib/x86_64-linux-gnu")]
+    return [place for folder in folders for place in (folder, folder / "stubs") if place.is_dir()]
 
 
 def complete(root: Path, source: Path, series: patch_series.Series, output: Path) -> Path:
@@ -245,7 +251,14 @@ def registered(library: Path) -> list[str]:
         "print(*sorted(set(torch._C._dispatch_get_all_op_names()) - before))"
     )
     command = [sys.executable, "-W", "ignore", "-c", program, library.name.split(".")[0], str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # Where there is no driver, its stand-in under the name of the real one.
+    folders = [library.parent / "driver", *toolkit_libraries(str(find_nvcc()))]
+    folders[0].mkdir(exist_ok=True)
+    for stub in [path for folder in folders if (path := folder / "libcuda.so").is_file()][:1]:
+        (folders[0] / "libcuda.so.1").unlink(missing_ok=True)
+        (folders[0] / "libcuda.so.1").symlink_to(stub)
+    variables = {**os.environ, "LD_LIBRARY_PATH": ":".join(map(str, folders))}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     if done.returncode:
         raise BuildError(f"{library.name} cannot be loaded: {done.stderr.strip().splitlines()[-1]}")
     return done.stdout.split()
