@@ -19,7 +19,7 @@ and then these calls, each as soon as the one before has answered (the machine s
     .kit/four/2     560        sh tests/gpu/four_gpus.sh .kit/four/2 -- all-reduce Qwen3-32B --out $OUT     7 min
     nothing         480        sh tests/gpu/four_gpus.sh -- qwen4_exp --out $OUT                            6 min
 
-The times are estimates, 18 minutes of 30; the machine's start and the transfers come to them. A line of results.txt with
+The times are estimates, 18 minutes of 30 (engines alone took 45 and 115 s to start, perf/results/end-to-end-h200x4.txt); the machine's start and the transfers come to them. A line of results.txt with
 FAILED says what broke, logs.tar.xz of the same call has the server's log. Where `tiny` gets no server ready, give the
 machine back and mend it here: the other steps would break likewise. Without part 2 ranks use PyTorch's own NCCL.
 """
@@ -92,7 +92,7 @@ class Plan:
     max_model_len: int
 
 
-GPU = Plan((1, 8, 32), (512, 4096), 128, (1, 2, 4, 8, 16, 32, 64), 8192)
+GPU = Plan((1, 8, 32), (512, 4096), 256, (1, 2, 4, 8, 16, 32, 64), 8192)
 CPU = Plan((1, 2), (32, 256), 24, (1, 2, 4), 1024)
 # What the profile says otherwise: sequences and graphs up to 64, and of each card what a V100 has.
 GRAPHS = load_profile("v100-tp4")["engine"]["compilation_config"]
@@ -294,7 +294,10 @@ def record(stream: Follow) -> Record:
 
 
 def rate(server: Server, batch: int, tokens: int) -> dict[str, Any]:
-    """Tokens a second of all streams while all of them decode; prompts of 128 tokens."""
+    """Tokens a second of all streams while all of them decode; prompts of 128 tokens.
+
+    The client is one Python process: with many streams perf_analyzer (`sweep`) may see more.
+    """
     streams = [open_stream(server, 128, tokens) for _ in range(batch)]
     finish(streams, 120)
     first, last = max(s.times[0] for s in streams), min(s.times[-1] for s in streams)
