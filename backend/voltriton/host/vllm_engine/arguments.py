@@ -26,7 +26,8 @@ def prepare_environment(engine_args: dict[str, Any]) -> None:
     cache = default_root() / "cache"
     if os.access(cache.parent, os.W_OK):
         os.environ.setdefault("VLLM_CACHE_ROOT", str(cache / "vllm"))
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "torchinductor"))
+        if not re.search(r"\s", str(cache)):  # the compiler's command line would be cut at a space
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "torchinductor"))
     name_openmp(installed("torch"))
     if engine_args.get("tensor_parallel_size", 1) > 1:
         # Read by the CPU platform only: ranks on one NUMA node refuse to be bound.
