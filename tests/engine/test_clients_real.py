@@ -213,32 +213,15 @@ def test_page_with_the_demo_model(server: Server, tmp_path: Path) -> None:
         print(f"screenshot: {tmp_path / 'page.png'}", file=sys.stderr)
 
 
-WEATHER: Any = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "enum": ["Paris", "London"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
 ASK: Any = [{"role": "user", "content": "How is the weather in Paris?"}]
-# What a model that was trained to think and to call tools writes; the grammar makes the demo model write it, so that
-# the parsers read a real engine's tokens, and the same ones each time.
+# What a model that was trained to think writes; the grammar makes the demo model write it, so that the parser reads a
+# real engine's tokens, and the same ones each time.
 THINKS = {"regex": r"<think>\n[a-z ]{10,30}\n</think>\n\nParis\."}
-CALLS = {
-    "regex": r'<tool_call>\n\{"name": "weather", "arguments": \{"city": "(Paris|London)"\}\}\n</tool_call>'
-}
-BOTH = {"regex": THINKS["regex"].removesuffix(r"Paris\.") + CALLS["regex"]}
 
 
 @pytest.fixture(scope="module")
 def parsing(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Iterator[Server]:
-    """The demo model behind the parsers of Hermes' tool calls and of <think>."""
+    """The demo model behind the parser of <think>, and Hermes' of tool calls."""
     folder = tmp_path_factory.mktemp("parsing")
     repository = real_repository(
         folder / "repository", demo_model, {"tool_parser": "hermes", "reasoning_parser": "olmo3"}
@@ -270,48 +253,6 @@ def test_reasoning_is_told_apart(parsing: Server) -> None:
         assert said.strip() == whole.reasoning.strip()
 
 
-@pytest.mark.parametrize("grammar", [CALLS, BOTH], ids=["calls", "thinks and calls"])
-def test_tool_calls_are_told_apart(parsing: Server, grammar: dict[str, str]) -> None:
-    asked: Any = {"temperature": 0, "max_tokens": 90, "structured_outputs": grammar, "tools": [WEATHER]}
-    with vc.Client(parsing.grpc_url) as client:
-        chunks = list(client.stream(messages=ASK, **asked))
-        whole = client.chat(ASK, **asked)
-    (call,) = whole.tool_calls
-    assert call["function"]["name"] == "weather"
-    city = json.loads(call["function"]["arguments"])["city"]
-    assert city in ("Paris", "London")
-    assert whole.finish_reason == chunks[-1].finish_reason == "tool_calls"
-    assert "tool_call" not in whole.text + "".join(c.text for c in chunks)
-    assert bool(whole.reasoning) == (grammar is BOTH)
-    with opened(parsing) as client:
-        create = functools.partial(
-            client.chat.completions.create, model="vllm", messages=ASK, temperature=0, max_tokens=90, tools=[WEATHER],
-            extra_body={"structured_outputs": grammar},
-        )  # fmt: skip
-        choice = create().choices[0]
-        assert choice.finish_reason == "tool_calls"
-        assert choice.message.tool_calls and json.loads(choice.message.tool_calls[0].function.arguments) == {
-            "city": city
-        }
-        assert streamed_call(create(stream=True)) == ("weather", {"city": city}, "tool_calls")
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-def test_a_forced_tool_call_is_made(parsing: Server, choice: Any) -> None:
-    """Without a grammar of the caller's: the forced choice brings its own."""
-    with opened(parsing) as client:
-        create = functools.partial(
-            client.chat.completions.create, model="vllm", messages=ASK, temperature=0, max_tokens=90, tools=[WEATHER],
-            tool_choice=choice,
-        )  # fmt: skip
-        message = create().choices[0].message
-        assert message.tool_calls and message.tool_calls[0].function.name == "weather"
-        assert json.loads(message.tool_calls[0].function.arguments)["city"] in ("Paris", "London")
-        assert not message.content
-        name, arguments, _ = streamed_call(create(stream=True))
-        assert (name, arguments) == ("weather", json.loads(message.tool_calls[0].function.arguments))
-
-
 @contextmanager
 def opened(server: Server) -> Iterator[openai.OpenAI]:
     """The openai package, through a gateway of its own."""
@@ -320,16 +261,3 @@ def opened(server: Server) -> Iterator[openai.OpenAI]:
         openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,
     ):
         yield client
-
-
-def streamed_call(events: Any) -> tuple[str, Any, str | None]:
-    """Name, arguments and finish reason of the one tool call of a stream."""
-    name, arguments, finish = "", "", None
-    for event in events:
-        for choice in event.choices:
-            finish = choice.finish_reason or finish
-            for call in choice.delta.tool_calls or []:
-                assert call.index == 0
-                name += call.function.name or ""
-                arguments += call.function.arguments or ""
-    return name, json.loads(arguments), finish

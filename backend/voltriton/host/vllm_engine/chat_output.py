@@ -19,6 +19,7 @@ class ChatOutput:
     def __init__(self, make_parser: Any, request: Any, prompt_token_ids: list[int], stream: bool) -> None:
         self._make_parser = make_parser
         self._parsers: dict[int, Any] = {}
+        self._called: set[int] = set()  # sequences that made a call
         self._request = request
         self._prompt_token_ids = prompt_token_ids
         self._stream = stream
@@ -44,7 +45,9 @@ class ChatOutput:
         calls = (message.tool_calls if message else None) or []
         if calls:
             delta.tool_calls = [call.model_dump(exclude_none=True) for call in calls]
-        if ended and delta.finish_reason == "stop" and (calls or parser_made_calls(parser)):
+            self._called.add(delta.index)
+        made = delta.index in self._called or parser_made_calls(parser)
+        if ended and delta.finish_reason == "stop" and made:
             delta.finish_reason = "tool_calls"
 
     def _apply_whole(self, parser: Any, delta: Delta, token_ids: list[int]) -> None:
