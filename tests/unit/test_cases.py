@@ -64,6 +64,7 @@ CASES: dict[str, list[str]] = {
     "C095 scale missing": ["unit/test_plugin_scales.py::test_a_scale_that_was_not_loaded_is_refused_by_name"],
     "C097 TP cuts a scale group": ["unit/test_plugin_scales.py::test_a_width_that_cuts_a_scale_group_is_refused_with_layer_width_and_group"],
     "C098 format not for this GPU": ["unit/test_plugin_formats.py::test_every_format_of_vllm_has_one_answer_on_volta"],
+    "C100 overflow in half precision": ["engine/test_canary.py::test_the_load_is_refused_by_the_name_of_the_layer"],
     "C102 no code for sm_70": ["unit/test_docker_images.py::test_a_wheel_with_other_code_is_no_wheel_for_volta", "unit/test_docker_images.py::test_one_vllm_one_torch_one_nccl"],
     "C105 converted file, wrong order": ["unit/test_cases.py::test_our_tensor_names_are_known_to_the_gguf_converter"],
     "C107 input file malformed": ["triton/test_perf.py::test_prompts_with_marks_of_json"],
