@@ -22,8 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def setup(tmp_path: Path) -> Iterator[ModuleType]:
+def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """scripts/setup.py, working on an empty folder with a space in its name."""
+    # `main` names a folder for temporary files; what runs after these tests must not be told of it.
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     spec = importlib.util.spec_from_file_location("voltriton_setup", ROOT / "scripts" / "setup.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
