@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
@@ -93,10 +94,13 @@ def temporary_folder() -> Iterator[None]:
     folder = STATE / "tmp"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
+    before = os.environ.pop("TMPDIR", None)
     os.environ["TMPDIR"] = str(folder)
     try:
         yield
     finally:
+        del os.environ["TMPDIR"]
+        os.environ.update({"TMPDIR": before} if before is not None else {})
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -195,9 +199,7 @@ def available_memory_gib() -> float:
 def make_venv() -> None:
     # A half-made one (no pip in it) is made anew.
     shutil.rmtree(VENV, ignore_errors=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "venv", str(VENV)], capture_output=True, preexec_fn=end_with_us
-    )
+    done = child([sys.executable, "-m", "venv", str(VENV)], capture_output=True)
     if done.returncode:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         shutil.rmtree(VENV, ignore_errors=True)
@@ -282,9 +284,7 @@ def runs(*args: str) -> bool:
 
 
 def run(*args: str) -> None:
-    done = subprocess.run(
-        [str(PYTHON), *args], capture_output=True, text=True, cwd=ROOT, preexec_fn=end_with_us
-    )
+    done = child([str(PYTHON), *args], capture_output=True, text=True, cwd=ROOT)
     with LOG.open("a") as log:
         log.write(done.stdout + done.stderr)
     if done.returncode:
@@ -298,12 +298,7 @@ def pip(*args: str) -> bool:
     with LOG.open("a") as log:
         log.write(f"$ {' '.join(command)}\n")
         log.flush()
-        return (
-            subprocess.run(
-                command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, preexec_fn=end_with_us
-            ).returncode
-            == 0
-        )
+        return child(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT).returncode == 0
 
 
 def drop_half_installed() -> None:
@@ -313,9 +308,13 @@ def drop_half_installed() -> None:
             shutil.rmtree(info)
 
 
+def child(command: list[str], **options: Any) -> subprocess.CompletedProcess[Any]:
+    """Run it to its end, or to ours: a pip that outlives a killed set-up would work against the next one."""
+    return subprocess.run(command, preexec_fn=end_with_us, **options)
+
+
 def end_with_us() -> None:
-    # PR_SET_PDEATHSIG (linux/prctl.h): a pip that outlives a killed set-up would work against the next one.
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG (linux/prctl.h)
 
 
 def last_error() -> str:

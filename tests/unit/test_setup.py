@@ -22,10 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def setup(tmp_path: Path) -> Iterator[ModuleType]:
     """scripts/setup.py, working on an empty folder with a space in its name."""
-    # `main` names a folder for temporary files; what runs after these tests must not be told of it.
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
     spec = importlib.util.spec_from_file_location("voltriton_setup", ROOT / "scripts" / "setup.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -238,14 +236,20 @@ def test_a_second_set_up_waits_for_the_first(setup: ModuleType, capsys: pytest.C
     assert "another set-up of this checkout is running" in capsys.readouterr().out
 
 
-def test_temporary_files_stay_in_the_checkout(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", "/tmp")
+@pytest.mark.parametrize("before", ["/tmp", None])
+def test_temporary_files_stay_in_the_checkout(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    monkeypatch.delenv("TMPDIR", raising=False)
+    if before is not None:
+        monkeypatch.setenv("TMPDIR", before)
     left = setup.STATE / "tmp" / "of-a-killed-run"
     left.mkdir(parents=True)
     with setup.temporary_folder():
         assert os.environ["TMPDIR"] == str(setup.STATE / "tmp")
         assert not left.exists()
     assert not left.parent.exists()
+    assert os.environ.get("TMPDIR") == before
 
 
 def test_lock_is_complete_and_pinned() -> None:
