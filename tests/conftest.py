@@ -10,25 +10,22 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from server import shm_files
 from voltriton.claim import SUFFIX
-from voltriton.processes import is_tracker, shared_memory
+from voltriton.processes import all_pids, is_tracker, shared_memory
 
 # No test may depend on how fast or how busy the machine is.
 settings.register_profile("voltriton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("voltriton")
 
 
-def shared_memory_files() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_stays_in_shared_memory() -> Iterator[None]:
     """Servers and engines are killed all the time here: what nobody has mapped any more has been forgotten."""
-    before = shared_memory_files()
+    before = shm_files()
     yield
     deadline = time.monotonic() + 10
-    while left := {name for name in shared_memory_files() - before if not in_use(name)}:
+    while left := {name for name in shm_files() - before if not in_use(name)}:
         if time.monotonic() > deadline:
             pytest.fail(f"left in /dev/shm: {', '.join(sorted(left))}")
         time.sleep(0.2)
@@ -44,7 +41,7 @@ def in_use(name: str) -> bool:
             except BlockingIOError:
                 return True
         return False
-    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    pids = all_pids()
     # Python's own are unlinked by their resource tracker, when the last process that uses it has ended.
     if name.startswith(("sem.mp-", "psm_")) and any(map(is_tracker, pids)):
         return True

@@ -84,12 +84,16 @@ def command_line(pid: int) -> str:
         return ""
 
 
+def all_pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
 def descendants(pid: int) -> list[int]:
     """All processes below a process, zombies left out."""
     children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (fields := _stat(int(entry.name))) and fields[0] != "Z":
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    for each in all_pids():
+        if (fields := _stat(each)) and fields[0] != "Z":
+            children.setdefault(int(fields[1]), []).append(each)
     found: list[int] = []
     todo = [pid]
     while todo:
@@ -102,10 +106,10 @@ def descendants(pid: int) -> list[int]:
 def session(leader: int) -> list[int]:
     """All processes of a session, zombies left out: what a leader started, whoever its parents are by now."""
     found = []
-    for entry in Path("/proc").iterdir():
-        fields = _stat(int(entry.name)) if entry.name.isdigit() else None
+    for each in all_pids():
+        fields = _stat(each)
         if fields is not None and int(fields[3]) == leader and fields[0] not in "ZX":
-            found.append(int(entry.name))
+            found.append(each)
     return found
 
 
@@ -154,8 +158,7 @@ def remove_shared_memory(names: Iterable[str], besides: int = 0) -> list[str]:
     """Unlinks what nobody (`besides` one process) has mapped any more; returns what was removed."""
     left = {name for name in names if (SHARED_MEMORY / name).exists()}
     if left:
-        pids = {int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()} - {besides}
-        left -= shared_memory(pids)
+        left -= shared_memory({*all_pids()} - {besides})
     removed = []
     for name in sorted(left):
         with contextlib.suppress(OSError):

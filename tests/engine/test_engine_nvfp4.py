@@ -17,12 +17,12 @@ import make_tiny
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from voltriton.processes import shared_memory
+from server import shm_files
+from voltriton.processes import remove_shared_memory
 
 pytestmark = pytest.mark.timeout(600)
 
 HERE = Path(__file__).parent
-SHARED = Path("/dev/shm")
 BOUND = 1e-4
 
 
@@ -38,19 +38,11 @@ def run(kind: str, out: Path, arguments: dict[str, Any], *models: Path) -> subpr
     ]
     with open("/tmp/voltriton-test-engine.lock", "w") as lock:  # noqa: PTH123  # held while it is open
         fcntl.flock(lock, fcntl.LOCK_EX)
-        before = set(SHARED.iterdir())
+        before = shm_files()
         done = subprocess.run(command, capture_output=True, text=True, timeout=540)
-        sweep(before)
+        # Ranks whose load is refused leave their shared memory; in a server the host sweeps (`voltriton.claim`).
+        remove_shared_memory(name for name in shm_files() - before if name.startswith("vllm_dist_"))
         return done
-
-
-def sweep(before: set[Path]) -> None:
-    """Ranks whose load is refused leave their shared memory; in a server the host sweeps (`voltriton.claim`)."""
-    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    mapped = shared_memory(pids)
-    for path in set(SHARED.iterdir()) - before:
-        if path.name.startswith("vllm_dist_") and path.name not in mapped:
-            path.unlink(missing_ok=True)
 
 
 def results(kind: str, out: Path, arguments: dict[str, Any], *models: Path) -> list[dict[str, Any]]:
