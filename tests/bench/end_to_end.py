@@ -25,6 +25,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "engine"))
+from kept import KEPT
+
 PROMPT_TOKENS = 128
 LONG_PROMPTS = (512, 4096)  # of one sequence, for the time to the first token
 DTYPE = "float16"
@@ -103,19 +106,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen4_exp": QWEN4_EXP,
 }
-KEPT = {
-    "Qwen3-8B": [],
-    "Qwen3-32B": [],
-    "Qwen3-30B-A3B": ["mlp.gate"],
-    "qwen4_exp": [
-        "mlp.gate",
-        "mlp.shared_expert*",
-        "linear_attn*",
-        "self_attn*",
-        "ple*",
-        "*hyper_connection*",
-    ],
-}
 BATCHES = [1, 8, 32]
 SAME_KERNELS: dict[str, Any] = {"attention_backend": "TRITON_ATTN"}
 WAYS: dict[str, dict[str, Any]] = {
@@ -131,7 +121,8 @@ DEFAULT = [f"{model}:{way}" for model in ("Qwen3-8B", "Qwen3-30B-A3B") for way i
 
 
 def write_model(folder: Path, model: str) -> None:
-    kept = ["lm_head", *(f"model.layers.*.{name}" for name in KEPT[model])]
+    kind = MODELS[model]["model_type"].removesuffix("_text")
+    kept = ["lm_head", *(f"model.layers.*.{name}" for name in KEPT[kind])]
     quantisation = {
         "quant_method": "modelopt",
         "quant_algo": "NVFP4",

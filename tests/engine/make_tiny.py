@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kept import KEPT
 from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
@@ -25,20 +26,6 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 LARGEST = 6 * 448  # of e2m1 times E4M3
 INPUT_LARGEST = 24.0  # stands for a calibration of the activations
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-# Modules that stay in 16 bits, as published checkpoints have it; of qwen4_exp only the routed experts are NVFP4.
-KEPT = {
-    "qwen3": (),
-    "qwen3_moe": ("mlp.gate",),
-    "qwen3_next": ("mlp.gate", "mlp.shared_expert_gate", "linear_attn*"),
-    "qwen4_exp": (
-        "mlp.gate",
-        "mlp.shared_expert*",
-        "linear_attn*",
-        "self_attn*",
-        "ple*",
-        "*hyper_connection*",
-    ),
-}
 LAYOUTS = ("mo_w4a4", "mo_w4a16", "mo_legacy", "ct_w4a4", "ct_w4a16")
 
 

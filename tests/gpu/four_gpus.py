@@ -19,7 +19,8 @@ and then these calls, each as soon as the one before has answered (the machine s
     .kit/four/2     560        sh tests/gpu/four_gpus.sh .kit/four/2 -- all-reduce Qwen3-32B --out $OUT     7 min
     nothing         480        sh tests/gpu/four_gpus.sh -- qwen4_exp --out $OUT                            6 min
 
-The times are estimates, 18 minutes of 30 (engines alone took 45 and 115 s to start, perf/results/end-to-end-h200x4.txt); the machine's start and the transfers come to them. A line of results.txt with
+The times are estimates, 18 minutes of 30 (engines alone took 45 and 115 s to start,
+perf/results/end-to-end-h200x4.txt); the machine's start and the transfers come to them. A line of results.txt with
 FAILED says what broke, logs.tar.xz of the same call has the server's log. Where `tiny` gets no server ready, give the
 machine back and mend it here: the other steps would break likewise. Without part 2 ranks use PyTorch's own NCCL.
 """
@@ -56,7 +57,7 @@ for name in ("LD_LIBRARY_PATH", "PYTHONPATH"):
 
 import end_to_end  # noqa: E402
 from follow import Follow  # noqa: E402
-from server import Server, wait_for  # noqa: E402
+from server import Server, shm_files, wait_for  # noqa: E402
 from voltriton.processes import alive, command_line  # noqa: E402
 from voltriton.settings import load_profile  # noqa: E402
 from voltriton_perf import pa  # noqa: E402
@@ -78,7 +79,6 @@ TINY = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}
 SMALL |= {"num_key_value_heads": 4, "head_dim": 32, "vocab_size": 2048}
 end_to_end.MODELS["small"] = {**end_to_end.MODELS["Qwen3-32B"], **SMALL}
-end_to_end.KEPT["small"] = []
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def serving(
 
     What is left of it after its end (processes, GPU memory, /dev/shm) is a row.
     """
-    before, files = gpu_mib(), shm()
+    before, files = gpu_mib(), shm_files()
     log = report.out / f"{name}.log"
     folder = repository(setup, name, model, ranks, arguments)
     began = time.monotonic()
@@ -236,7 +236,7 @@ def serving(
         with report.part(f"{name}: after the end", 60):
             wait_for(lambda: not any(map(alive, below)), 30, "all processes to be gone")
             wait_for(lambda: more_than(before) < LEFT_MIB, 20, "GPU memory to be free")
-            left = sorted(shm() - files)
+            left = sorted(shm_files() - files)
             report.row(
                 f"{name}: after the end", gpu_mib_before=before, gpu_mib_after=gpu_mib(), shm_left=left
             )
@@ -245,10 +245,6 @@ def serving(
 def more_than(before: list[int]) -> int:
     """MiB in use beyond those, on the card where it is most."""
     return max((a - b for a, b in zip(gpu_mib(), before, strict=True)), default=0)
-
-
-def shm() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def gpu_mib() -> list[int]:
