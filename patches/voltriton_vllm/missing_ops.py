@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from voltriton_vllm import qwen4_exp
+
 # Kept for the life of the process: a library that is collected takes its operators along.
 _libraries: dict[str, torch.library.Library] = {}
 
@@ -162,19 +164,6 @@ def _vocab_parallel_embedding(
     out.masked_fill_(~here.unsqueeze(1), 0)
 
 
-def _persistent_topk(
-    logits: torch.Tensor,
-    lengths: torch.Tensor,
-    output: torch.Tensor,
-    workspace: torch.Tensor,
-    k: int,
-    max_seq_len: int,
-) -> None:
-    from voltriton_vllm import qwen4_exp
-
-    qwen4_exp.persistent_topk(logits, lengths, output, workspace, k, max_seq_len)
-
-
 # numpy's names of types by size; the rest is a view of these bytes.
 _TYPES = {1: ("|u1", torch.uint8), 2: ("<i2", torch.int16), 4: ("<i4", torch.int32), 8: ("<i8", torch.int64)}
 
@@ -245,7 +234,7 @@ OPERATORS = (
         "_C",
         "persistent_topk(Tensor logits, Tensor lengths, Tensor! output, Tensor workspace, int k, "
         "int max_seq_len) -> ()",
-        _persistent_topk,
+        qwen4_exp.persistent_topk,
     ),
     Operator("_C", "weak_ref_tensor(Tensor input) -> Tensor", weak_ref_tensor),
     Operator(

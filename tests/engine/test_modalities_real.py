@@ -23,7 +23,7 @@ from wire_client import WireClient, ask, build
 
 PROMPT = "hello world this is a test"
 NEW_TOKENS = 16
-# A tenth of the heads of the tiny model: adapters that change every answer.
+# Of the adapters; large enough that each changes the answers.
 RANK, ALPHA = 4, 16
 
 

@@ -54,7 +54,7 @@ def test_four_ranks_of_a_real_qwen_with_chinese_prompts(tmp_path: Path) -> None:
     """12 heads, 2 of them for keys and values, so ranks share those: a rank of four has 3 and a copy of one."""
     model = default_root() / "models" / "qwen1.5b-nvfp4"
     if not model.exists():
-        pytest.skip("voltriton fetch qwen1.5b --link qwen1.5b")
+        pytest.skip(f"{model} is not there: voltriton fetch qwen1.5b --link qwen1.5b")
     prompts = ["用“聪明”造一个句子：", "北京是中国的首都，", "def quicksort(items):", "写一首关于春天的诗。"]
     one = greedy(tmp_path, model, 1, prompts)
     assert [len(ids) for ids in one] == [24] * 4

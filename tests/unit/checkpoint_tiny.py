@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -20,6 +18,11 @@ CONFIG = {
     "head_dim": 16,
     "vocab_size": 96,
     "max_position_embeddings": 256,
+}
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    **SIZES,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "hidden_act": "silu",
@@ -84,14 +87,7 @@ def tiny_tokenizer() -> Any:
 
 
 MOE = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
+    **SIZES,
     "initializer_range": 0.2,
     "moe_intermediate_size": 32,
     "num_experts": 6,

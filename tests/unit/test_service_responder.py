@@ -164,6 +164,12 @@ class SlowSender(pb.Sender):
         super().send(response, flags)
 
 
+def one_sender() -> tuple[SenderPool, SlowSender, Responder]:
+    sender = SlowSender()
+    pool = SenderPool(1, lambda fault: pytest.fail(fault))
+    return pool, sender, make(sender, wants=["num_output_tokens"])
+
+
 def stream(responder: Responder, pool: SenderPool, deltas: int, pause_s: float) -> None:
     for i in range(deltas):
         pool.queue([responder] if responder.push(Delta(1, text=f"{i},", num_tokens=1)) else [], 1)
@@ -175,9 +181,7 @@ def counts(sender: pb.Sender) -> list[int]:
 
 
 def test_busy_senders_take_two_tokens_a_response_and_lose_none() -> None:
-    pool = SenderPool(1, lambda fault: pytest.fail(fault))
-    sender = SlowSender()
-    responder = make(sender, wants=["num_output_tokens"])
+    pool, sender, responder = one_sender()
     # One response for each delta would keep the sender busy for 2 of 2.2 ms.
     stream(responder, pool, 300, 0.0022)
     pool.stop(5)
@@ -188,18 +192,14 @@ def test_busy_senders_take_two_tokens_a_response_and_lose_none() -> None:
 
 
 def test_senders_at_ease_send_each_token_at_once() -> None:
-    pool = SenderPool(1, lambda fault: pytest.fail(fault))
-    sender = SlowSender()
-    responder = make(sender, wants=["num_output_tokens"])
+    pool, sender, responder = one_sender()
     stream(responder, pool, 40, 0.02)
     pool.stop(5)
     assert counts(sender).count(1) >= 20
 
 
 def test_a_held_token_does_not_wait_for_a_second_one_for_long() -> None:
-    pool = SenderPool(1, lambda fault: pytest.fail(fault))
-    sender = SlowSender()
-    responder = make(sender, wants=["num_output_tokens"])
+    pool, sender, responder = one_sender()
     stream(responder, pool, 200, 0.0022)
     time.sleep(SenderPool.HOLD_S * 2)
     stream(responder, pool, 1, 0)

@@ -326,8 +326,7 @@ class SenderPool:
             return
         with self._ready:
             self._watch(deltas)
-            held, self._held = self._held, deque()
-            due = self._sort(held) + self._sort(responders)
+            due = self._sort(self._take_held()) + self._sort(responders)
             # One thread at least where something is held: a sleeping one does not look at the clock.
             self._ready.notify(min(max(due, len(self._held) > 0), len(self._threads)))
 
@@ -338,10 +337,13 @@ class SenderPool:
         if window < self.WINDOW_S:
             return
         busy = self._deltas * self._send_s / len(self._threads) / window
-        self._deltas_a_response = (
-            2 if busy > (self.BUSY if self._deltas_a_response == 1 else self.CALM) else 1
-        )
+        limit = self.BUSY if self._deltas_a_response == 1 else self.CALM
+        self._deltas_a_response = 2 if busy > limit else 1
         self._deltas, self._window_began = 0, now
+
+    def _take_held(self) -> deque[Responder]:
+        held, self._held = self._held, deque()
+        return held
 
     def _sort(self, responders: Iterable[Responder], hold: bool = True) -> int:
         """Into the queues; returns how many can be sent."""
@@ -371,8 +373,7 @@ class SenderPool:
             while not self._urgent and not self._usual:
                 if self._held:
                     if self._stopping or not self._ready.wait(self.HOLD_S):
-                        held, self._held = self._held, deque()
-                        self._sort(held, hold=False)
+                        self._sort(self._take_held(), hold=False)
                 elif self._stopping:
                     return None
                 else:
