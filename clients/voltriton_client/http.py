@@ -132,7 +132,8 @@ class HttpClient:
     ) -> VoltritonError:
         address, text = self.target.address, str(error)
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            if "UNEXPECTED_EOF" in text or "WRONG_VERSION" in text:
+            # A reset while connecting is one in the handshake: a closed port refuses instead.
+            if any(sign in text for sign in ("UNEXPECTED_EOF", "WRONG_VERSION", "reset by peer")):
                 return CertificateFailed(f"{address} does not speak TLS: leave it out, or give the TLS port")
             if "SSL" in text or "certificate" in text:
                 return CertificateFailed(
@@ -150,7 +151,10 @@ class HttpClient:
                 f"{address} does not speak HTTP/1.1 ({text}): give Triton's HTTP port (8000 unless set), not "
                 "its gRPC port (8001)"
             )
-        if "without sending a response" in text and self.target.tls is None and not started:
+        # A TLS port that is sent plain text closes at once; whether the kernel says so by an end or by a
+        # reset depends on which of the server's and our bytes crossed.
+        closed = "without sending a response" in text or "reset by peer" in text
+        if closed and self.target.tls is None and not started:
             text = f"{text.rstrip('.')}, as a TLS port does"
         if reader is not None:
             try:

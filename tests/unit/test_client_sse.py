@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -240,6 +241,25 @@ def test_http_client_at_a_grpc_port() -> None:
             client.generate("x")
         with pytest.raises(vc.WrongProtocol):
             client.ready()
+
+
+@pytest.mark.parametrize("by_reset", [False, True], ids=["end", "reset"])
+def test_http_client_at_a_port_that_hangs_up(by_reset: bool) -> None:
+    """A TLS port asked without TLS, and the other way round; which of the two closes comes is a race there."""
+
+    def hang_up(connection: socket.socket) -> None:
+        connection.recv(65536)
+        if by_reset:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    with raw_server(hang_up) as address:
+        with vc.HttpClient(address) as client, pytest.raises(vc.AnswerCut, match="as a TLS port does"):
+            client.generate("x")
+        with (
+            vc.HttpClient(address, tls=vc.Tls()) as client,
+            pytest.raises(vc.CertificateFailed, match="does not speak TLS"),
+        ):
+            client.generate("x")
 
 
 def test_nobody_there_over_http() -> None:
