@@ -178,6 +178,7 @@ class AsyncSharedStream:
         self._requests: asyncio.Queue[Any] = asyncio.Queue()
         self._router = core.Router()
         self._over: VoltritonError | None = None
+        self._has_given_up = False
         self._call = client._stub.ModelStreamInfer(self._outgoing(), metadata=client.target.call_metadata)
         self._reader = asyncio.create_task(self._read())
 
@@ -186,19 +187,25 @@ class AsyncSharedStream:
     ) -> AsyncGenerator[Chunk, None]:
         """Send a request; the chunks of its answer."""
         request = request_for(prompt, **options)
-        message = core.message_for(request, await self._client._takes(request.model))
+        takes = await self._client._takes(request.model)
+        message = core.message_for(request, takes)
         if self._over:
             raise self._over
         answers: asyncio.Queue[Any] = asyncio.Queue()
         self._router.add(request.request_id, answers.put_nowait)
         self._requests.put_nowait(message)
-        reader = ResponseReader(request.request_id)
+        reader, deadline = ResponseReader(request.request_id), core.Deadline(request, takes)
         try:
             while not reader.final:
-                for chunk in self._feed(await answers.get(), request, reader):
+                try:
+                    answer = await asyncio.wait_for(answers.get(), deadline.left_s)
+                except TimeoutError:
+                    raise deadline.error() from None
+                for chunk in self._feed(answer, request, reader):
                     yield chunk
         finally:
             self._router.drop(request.request_id)
+            self._has_given_up |= not reader.final
 
     async def generate(self, prompt: str | Request | None = None, **options: Any) -> Result:
         request = request_for(prompt, stream=False, **options)
@@ -210,7 +217,7 @@ class AsyncSharedStream:
     async def close(self) -> None:
         """Cancel what is still open, and the stream."""
         self._requests.put_nowait(None)
-        if len(self._router):
+        if self._has_given_up or len(self._router):
             self._call.cancel()
         await asyncio.wait([self._reader], timeout=self._client.target.connect_timeout_s)
         self._call.cancel()

@@ -16,6 +16,7 @@ from voltriton_client.errors import InvalidArgument
 MIB = 2**20
 # gRPC's own 4 MiB is too little for a long prompt's logprobs; Triton itself takes 2 GiB.
 MAX_MESSAGE_BYTES = 256 * MIB
+_KEY = re.compile(r"^[\x21-\x7e]+$")
 _ADDRESS = re.compile(r"^(?:\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):(\d{1,5})$")
 
 
@@ -80,6 +81,8 @@ class Target:
         match = _ADDRESS.match(self.address)
         if not match or not 0 < int(match.group(1)) < 65536:
             raise InvalidArgument(f"address: got {self.address!r}, allowed: HOST:PORT, as in 127.0.0.1:8001")
+        if self.api_key and not _KEY.match(self.api_key):
+            raise InvalidArgument("api_key: allowed: one word of ASCII letters, digits and signs")
 
     @property
     def call_metadata(self) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -51,6 +52,32 @@ def rpc_timeout_s(request: Request, takes: frozenset[str]) -> float | None:
     return request.timeout_s + (DEADLINE_GRACE_S if "timeout_ms" in takes else 0.0)
 
 
+class Deadline:
+    """When a request on a shared stream is given up: gRPC itself limits only the stream as a whole."""
+
+    def __init__(
+        self, request: Request, takes: frozenset[str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        limit_s = rpc_timeout_s(request, takes)
+        self._clock = clock
+        self._request = request
+        self.until = math.inf if limit_s is None else clock() + limit_s
+
+    @property
+    def left_s(self) -> float | None:
+        """The time that is left, for a wait; None: there is no limit."""
+        return None if self.until == math.inf else max(0.0, self.until - self._clock())
+
+    def error(self) -> DeadlineExceeded:
+        return no_end_within(self._request)
+
+
+def no_end_within(request: Request) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"no end of the answer within {request.timeout_s} s (timeout_s)", request.request_id
+    )
+
+
 def message_for(request: Request, takes: frozenset[str]) -> Any:
     return to_grpc(request, takes)
 
@@ -79,9 +106,7 @@ def stream_failure(error: Any, target: Target, request: Request, reader: Respons
     """The exception for a stream that broke, given the grpc.RpcError."""
     code, details = code_of(error), error.details() or ""
     if code == "DEADLINE_EXCEEDED":
-        return DeadlineExceeded(
-            f"no end of the answer within {request.timeout_s} s (timeout_s)", request.request_id
-        )
+        return no_end_within(request)
     words_of_transport = reader.started and not is_of_contract(details)
     lost = code in _LOST_CODES and (words_of_transport or any(word in details for word in _LOST))
     if lost and not nothing_was_sent(code, details):

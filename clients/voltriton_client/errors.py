@@ -210,7 +210,7 @@ def connection_failure(details: str, address: str) -> ConnectionFailed | None:
         )
     if "WRONG_VERSION_NUMBER" in details:
         return CertificateFailed(f"{address} does not speak TLS: leave out --tls, or give the TLS port")
-    if "SETTINGS frame" in details:
+    if "SETTINGS frame" in details or "handshaker shutdown" in details:
         return ConnectionFailed(
             f"{address} takes the connection and gives no answer: no gRPC server, or one that hangs"
         )

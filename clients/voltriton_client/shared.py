@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import grpc
@@ -17,6 +18,15 @@ from voltriton_client.types import Chunk, Collector, Result
 
 if TYPE_CHECKING:
     from voltriton_client.client import Client
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A request that was sent."""
+
+    request: Request
+    reader: ResponseReader
+    deadline: core.Deadline
 
 
 class SharedStream:
@@ -32,6 +42,8 @@ class SharedStream:
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._router = core.Router()
         self._over: VoltritonError | None = None
+        # Whether the server may still be at work on an answer that nobody waits for.
+        self._has_given_up = False
         self._lock = threading.Lock()
         self._call = client._stub.ModelStreamInfer(
             iter(self._requests.get, None), metadata=client.target.call_metadata
@@ -43,8 +55,7 @@ class SharedStream:
         """Send a request now; the chunks of its answer."""
         request = request_for(prompt, **options)
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        reader = self._send(request, answers.put)
-        return self._chunks(request, reader, answers)
+        return self._chunks(self._send(request, answers.put), answers)
 
     def generate(self, prompt: str | Request | None = None, **options: Any) -> Result:
         request = request_for(prompt, stream=False, **options)
@@ -59,27 +70,27 @@ class SharedStream:
         """At most `concurrency` requests at a time; yields (number, answer or its error) as they end."""
         waiting = enumerate(requests)
         ended: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        open_: dict[int, tuple[Request, ResponseReader, Collector]] = {}
+        open_: dict[int, tuple[_Asked, Collector]] = {}
         while True:
             while len(open_) < concurrency and (item := next(waiting, None)):
                 number, request = item[0], request_for(item[1], stream=False)
                 try:
-                    reader = self._send(request, lambda message, number=number: ended.put((number, message)))
+                    asked = self._send(request, lambda message, number=number: ended.put((number, message)))
                 except VoltritonError as error:
                     yield number, error
                     continue
-                open_[number] = (request, reader, Collector(request.request_id))
+                open_[number] = (asked, Collector(request.request_id))
             if not open_:
                 return
-            number, message = ended.get()
+            number, message = _next(ended, open_)
             if number in open_ and (outcome := self._step(message, *open_[number])):
-                self._router.drop(open_.pop(number)[0].request_id)
+                self._drop(open_.pop(number)[0])
                 yield number, outcome
 
     def close(self) -> None:
         """Cancel what is still open, and the stream."""
         self._requests.put(None)
-        if len(self._router):
+        if self._has_given_up or len(self._router):
             self._call.cancel()
         self._reader.join(timeout=self._client.target.connect_timeout_s)
         self._call.cancel()
@@ -90,14 +101,15 @@ class SharedStream:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _send(self, request: Request, put: Any) -> ResponseReader:
-        message = core.message_for(request, self._client._takes(request.model))
+    def _send(self, request: Request, put: Any) -> _Asked:
+        takes = self._client._takes(request.model)
+        message = core.message_for(request, takes)
         with self._lock:
             if self._over:
                 raise self._over
             self._router.add(request.request_id, put)
         self._requests.put(message)
-        return ResponseReader(request.request_id)
+        return _Asked(request, ResponseReader(request.request_id), core.Deadline(request, takes))
 
     def _read(self) -> None:
         error: Any = None
@@ -110,29 +122,49 @@ class SharedStream:
             self._over = core.over(error, self._client.target)
             self._router.fail(error)
 
-    def _feed(self, message: Any, request: Request, reader: ResponseReader) -> list[Chunk]:
+    def _feed(self, message: Any, asked: _Asked) -> list[Chunk]:
         if message is None:
-            reader.end("the server closed the stream")
+            asked.reader.end("the server closed the stream")
             return []
         if isinstance(message, grpc.RpcError):
-            raise core.stream_failure(message, self._client.target, request, reader)
-        return reader.feed(message)
+            raise core.stream_failure(message, self._client.target, asked.request, asked.reader)
+        if isinstance(message, VoltritonError):
+            raise message
+        return asked.reader.feed(message)
 
-    def _step(
-        self, message: Any, request: Request, reader: ResponseReader, collector: Collector
-    ) -> Result | VoltritonError | None:
+    def _step(self, message: Any, asked: _Asked, collector: Collector) -> Result | VoltritonError | None:
         try:
-            for chunk in self._feed(message, request, reader):
+            for chunk in self._feed(message, asked):
                 collector.add(chunk)
         except VoltritonError as error:
             return error
-        return collector.result() if reader.final else None
+        return collector.result() if asked.reader.final else None
 
-    def _chunks(
-        self, request: Request, reader: ResponseReader, answers: queue.SimpleQueue[Any]
-    ) -> Iterator[Chunk]:
+    def _chunks(self, asked: _Asked, answers: queue.SimpleQueue[Any]) -> Iterator[Chunk]:
         try:
-            while not reader.final:
-                yield from self._feed(answers.get(), request, reader)
+            while not asked.reader.final:
+                yield from self._feed(_get(answers, asked.deadline), asked)
         finally:
-            self._router.drop(request.request_id)
+            self._drop(asked)
+
+    def _drop(self, asked: _Asked) -> None:
+        """Listen no more."""
+        self._router.drop(asked.request.request_id)
+        self._has_given_up |= not asked.reader.final
+
+
+def _get(waiting: queue.SimpleQueue[Any], deadline: core.Deadline) -> Any:
+    """What comes next; DeadlineExceeded, as a value, when nothing comes in time."""
+    try:
+        return waiting.get(timeout=deadline.left_s)
+    except queue.Empty:
+        return deadline.error()
+
+
+def _next(
+    ended: queue.SimpleQueue[tuple[int, Any]], open_: dict[int, tuple[_Asked, Collector]]
+) -> tuple[int, Any]:
+    """The number of the request that something is to be done about, and what."""
+    number, (asked, _) = min(open_.items(), key=lambda item: item[1][0].deadline.until)
+    found = _get(ended, asked.deadline)
+    return found if isinstance(found, tuple) else (number, found)

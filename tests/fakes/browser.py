@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
+from PIL import Image
 from websockets.sync.client import connect
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -141,3 +142,12 @@ class Browser:
     def _page_address(self) -> str:
         pages = httpx.get(f"http://{self._browser}/json", trust_env=False).json()
         return str(next(page["webSocketDebuggerUrl"] for page in pages if page["type"] == "page"))
+
+
+def assert_drawn(path: Path) -> None:
+    """A screenshot of the gateway's page: it has its size, more than a few colours, and the green of the send button."""
+    with Image.open(path) as picture:
+        assert picture.size[0] == 1000 and picture.size[1] > 500
+        colours = {colour: count for count, colour in picture.convert("RGB").getcolors(1 << 24) or []}
+    assert len(colours) > 20
+    assert colours.get((74, 125, 44), 0) > 500

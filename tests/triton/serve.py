@@ -28,12 +28,13 @@ class Serve(Server):
         *options: str,
         before: list[str] | None = None,
         env: dict[str, str] | None = None,
+        ready_s: float = 60,
     ) -> None:
         """`before` is what the command is started with (mounts.namespace), `env` is added to the environment."""
         self.http, self.grpc, self.metrics = free_ports(3)
         self.log = folder / "triton.log"
         self.says = folder / "serve.log"
-        self._ready_s = 60.0
+        self._ready_s = ready_s
         self._env = {**os.environ, "VOLTRITON_TEST": "1", **(env or {})}
         self._command = [
             *(before or []),

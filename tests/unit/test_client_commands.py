@@ -6,8 +6,6 @@ import http.server
 import io
 import json
 import os
-import pty
-import select
 import signal
 import subprocess
 import sys
@@ -19,7 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from kserve import FakeServer, Model
+from kserve import OFFICIAL_INPUTS, FakeServer, Model
+from terminal import Terminal, command
 from voltriton.cli import main as voltriton
 
 
@@ -97,12 +96,17 @@ def test_generate_a_file_in_order_and_its_failures(
 
 def test_generate_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prompts.jsonl"
-    file.write_text('"two\\nlines"\n{"prompt": "object"}\n')
+    # JSON needs no escape for U+2028, which str.splitlines takes for an end of line.
+    file.write_text('"two\\nlines"\n{"prompt": "object"}\n"one\u2028line"\n')
     assert voltriton(["generate", "-f", str(file), "--json"]) == 0
-    assert [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()] == [
+    assert [json.loads(line)["text"] for line in capsys.readouterr().out.split("\n")[:-1]] == [
         "two\nlines",
         "object",
+        "one\u2028line",
     ]
+    file.write_text('"Well," he said\n')
+    assert voltriton(["generate", "-f", str(file)]) == 1
+    assert "whose first line begins with a quote or a brace is JSON lines" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -154,6 +158,27 @@ def test_key_from_file_and_environment(
     assert server.metadata[-1]["authorization"] == "Bearer from-env"
     assert voltriton(["generate", "x", "--api-key-file", str(tmp_path / "key")]) == 0
     assert server.metadata[-1]["authorization"] == "Bearer from-file"
+
+
+def test_key_that_no_header_can_hold(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VOLTRITON_API_KEY", "schlüssel")
+    assert voltriton(["generate", "x"]) == 1
+    assert "api_key: allowed: one word of ASCII" in capsys.readouterr().err
+
+
+def test_time_limit_of_prompts_of_a_file(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of a file go over one stream, where gRPC has no limit for a single request; this server has none either."""
+    server.models["old"] = Model(OFFICIAL_INPUTS)
+    (tmp_path / "prompts").write_text("!silent\na\n")
+    argv = ["generate", "-f", str(tmp_path / "prompts"), "--json", "-m", "old", "--timeout", "0.5"]
+    assert voltriton(argv) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0]["error"]["code"] == "DEADLINE_EXCEEDED" and lines[1]["text"] == "a"
+    del server.models["old"]
 
 
 def test_wait_for_a_model_that_loads(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,10 +326,6 @@ def test_status_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "nothing answers" in err
 
 
-def command(*argv: str) -> list[str]:
-    return [sys.executable, "-W", "error", "-m", "voltriton.cli", *argv]
-
-
 @contextmanager
 def running(*argv: str) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], IO[bytes]]]:
     """The command's process with its output and errors; gone afterwards whatever happens."""
@@ -335,46 +356,6 @@ def test_ctrl_c_ends_generate_and_cancels(server: FakeServer) -> None:
         assert process.wait(20) == 130
         assert err.read() == b""
     wait_for(lambda: server.cancelled)
-
-
-class Terminal:
-    """A program on a pseudo-terminal: `say` types, `until` reads."""
-
-    def __init__(self, argv: list[str]) -> None:
-        self.master, slave = pty.openpty()
-        # Ctrl-C is a signal only where the terminal is the session's own.
-        take = "import fcntl, os, sys, termios as t; fcntl.ioctl(0, t.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
-        launcher = [sys.executable, "-c", take, *argv]
-        self.process = subprocess.Popen(
-            launcher, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
-        )
-        os.close(slave)
-        self.seen = ""
-
-    def say(self, text: str) -> None:
-        os.write(self.master, text.encode())
-
-    def until(self, word: str, timeout_s: float = 20) -> str:
-        """What came up to and with the word; it is then forgotten."""
-        deadline = time.monotonic() + timeout_s
-        while word not in self.seen:
-            ready, _, _ = select.select([self.master], [], [], max(0, deadline - time.monotonic()))
-            assert ready, f"no {word!r} in {self.seen!r}"
-            try:
-                self.seen += os.read(self.master, 65536).decode(errors="replace")
-            except OSError:
-                raise AssertionError(f"ended without {word!r}: {self.seen!r}") from None
-        head, _, self.seen = self.seen.partition(word)
-        return head + word
-
-    def close(self) -> int:
-        try:
-            return self.process.wait(20)
-        finally:
-            if self.process.poll() is None:
-                self.process.kill()
-                self.process.wait()
-            os.close(self.master)
 
 
 def test_a_talk_on_a_terminal(server: FakeServer) -> None:
@@ -408,6 +389,13 @@ def test_a_talk_on_a_terminal(server: FakeServer) -> None:
         assert [m["content"] for m in messages(server)] == ["terse", "other"]
         talk.say("/what\n")
         talk.until("no order /what")
+        talk.until("> ")
+        talk.say("half a li\x03")
+        talk.until("/exit or Ctrl-D ends the talk")
+        talk.until("> ")
+        talk.say("still here\n")
+        talk.until("tokens in")
+        assert messages(server)[-1]["content"] == "still here"
         talk.say("/exit\n")
     finally:
         assert talk.close() == 0
@@ -422,6 +410,24 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 5) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
         time.sleep(0.01)
+
+
+def test_generate_asks_for_its_prompt_on_a_terminal() -> None:
+    run = Terminal(command("generate"))
+    try:
+        run.until("the prompt, please")
+        run.say("one two\n\x04")
+        run.until("one two\r\n")
+        run.until("one two")
+    finally:
+        assert run.close() == 0
+    run = Terminal(command("generate"))
+    try:
+        run.until("the prompt, please")
+        run.until("it\r\n")
+        run.say("\x03")
+    finally:
+        assert run.close() == 130
 
 
 def test_progress_bar_on_a_terminal(tmp_path: Path) -> None:

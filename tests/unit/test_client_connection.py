@@ -20,6 +20,7 @@ import pytest
 import voltriton_client as vc
 from certificates import certificate
 from kserve import FakeServer
+from voltriton_client.errors import from_rpc
 
 
 def free_address() -> str:
@@ -82,6 +83,13 @@ def test_something_that_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         fails(vc.Client(address, connect_timeout_s=0.3), vc.ConnectionFailed, "gives no answer")
+
+
+def test_busy_server_without_tls_has_no_trouble_with_tls() -> None:
+    """gRPC's words of a connection that was begun and not finished in time (seen on a busy machine)."""
+    words = "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:1: tcp handshaker shutdown"
+    error = from_rpc("UNAVAILABLE", words, "127.0.0.1:1")
+    assert type(error) is vc.ConnectionFailed and "gives no answer" in str(error)
 
 
 def test_no_such_host() -> None:

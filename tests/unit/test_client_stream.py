@@ -239,6 +239,26 @@ def test_closing_a_shared_stream_cancels_all_of_it(server: FakeServer, client: v
         next(streams[0])
 
 
+def test_time_limit_on_a_shared_stream(server: FakeServer) -> None:
+    """It is this side's, as gRPC can limit the stream only as a whole; the other requests go on."""
+    server.models["old"] = Model(OFFICIAL_INPUTS)
+
+    async def main() -> None:
+        async with vc.AsyncClient(server.address) as client, client.open_stream() as shared:
+            other = asyncio.create_task(shared.generate("!late 0.6 a b"))
+            with pytest.raises(vc.DeadlineExceeded, match=r"within 0\.2 s"):
+                await shared.generate("!silent", model="old", timeout_s=0.2)
+            assert (await other).text == "a b"
+
+    with vc.Client(server.address) as client, client.open_stream() as shared:
+        other = shared.stream("!late 0.6 a b")
+        with pytest.raises(vc.DeadlineExceeded, match=r"within 0\.2 s"):
+            shared.generate("!silent", model="old", timeout_s=0.2)
+        assert "".join(chunk.text for chunk in other) == "a b"
+    asyncio.run(main())
+    del server.models["old"]
+
+
 def test_answer_cut_on_a_shared_stream(client: vc.Client) -> None:
     with client.open_stream() as shared:
         other = shared.stream("!silent")

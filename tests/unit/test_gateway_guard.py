@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from serving import gateway, wait_for
 from voltriton_client.errors import InvalidArgument
 from voltriton_client.gateway import main
 from voltriton_client.gateway.limits import Keys, RateLimit
+from voltriton_client.gateway.pool import Upstream
 from voltriton_client.gateway.settings import Alias
 
 CHAT = "/v1/chat/completions"
@@ -189,7 +191,10 @@ def test_body_that_does_not_come(url: str) -> None:
 
 def test_keys(server: FakeServer, tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# ours\nalice alice-key-0123456789\nnameless-key-0123456789\n")
+    # A name may have two keys, while it changes from one to the other.
+    file.write_text(
+        "# ours\nalice alice-key-0123456789\nalice alice-key-9876543210\nnameless-key-0123456789\n"
+    )
     with gateway(server.address, api_keys_file=str(file)) as url:
         for headers in (
             {},
@@ -203,7 +208,7 @@ def test_keys(server: FakeServer, tmp_path: Path) -> None:
             sent = {"authorization": f"Bearer {key}".encode()}
             response = httpx.post(url + CHAT, json=body(), headers=sent)
             assert (response.status_code, error(response)["code"]) == (401, "invalid_api_key")
-        for key in ("alice-key-0123456789", "nameless-key-0123456789"):
+        for key in ("alice-key-0123456789", "alice-key-9876543210", "nameless-key-0123456789"):
             response = httpx.post(url + CHAT, json=body(), headers={"authorization": f"Bearer {key}"})
             assert response.status_code == 200
         assert httpx.get(f"{url}/v1/models").status_code == 401
@@ -430,6 +435,29 @@ def test_gateway_before_its_server() -> None:
             assert httpx.post(url + CHAT, json=body()).status_code == 200
 
 
+def test_what_becomes_of_a_server_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "voltriton.gateway")
+    look, looks = Upstream.check, []
+
+    async def counted(upstream: Upstream) -> None:
+        await look(upstream)
+        looks.append(upstream)
+
+    monkeypatch.setattr(Upstream, "check", counted)
+    server = FakeServer()
+    with gateway(server.address) as url:
+        wait_for(lambda: len(looks) > 3)
+        with server:
+            wait_for(lambda: httpx.get(f"{url}/health").status_code == 200)
+        wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
+    said = [record.getMessage() for record in caplog.records if record.name == "voltriton.gateway"]
+    assert said[0].startswith(f"server {server.address} is down: ")
+    assert said[1] == f"server {server.address} is healthy, with vllm"
+    assert said[2].startswith(f"server {server.address} is down: ") and len(said) == 3
+
+
 # The command.
 
 
@@ -437,6 +465,7 @@ def test_gateway_before_its_server() -> None:
     ("argv", "words"),
     [
         (["--host", "0.0.0.0"], "there are no keys"),
+        (["--rate-per-key", "5"], "give --api-keys FILE, or --rate-per-ip"),
         (["--alias", "x"], "NAME=MODEL"),
         (["--api-keys", "/no/keys"], "/no/keys"),
         (["--server", "nonsense"], "HOST:PORT"),
@@ -480,6 +509,9 @@ def test_command_serves_and_ends(server: FakeServer) -> None:
     try:
         assert process.stderr
         url = process.stderr.readline().split()[2]
+        assert (
+            process.stderr.readline() == f"voltriton gateway: server {server.address} is healthy, with vllm\n"
+        )
         answer = httpx.post(url + CHAT, json=body("from outside")).json()
         assert answer["choices"][0]["message"]["content"] == "from outside"
         process.terminate()

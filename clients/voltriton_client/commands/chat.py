@@ -1,4 +1,4 @@
-"""`voltriton chat`: talk to a model. Ctrl-C stops an answer; Ctrl-D, or Ctrl-C at the prompt, ends the talk.
+"""`voltriton chat`: talk to a model. Ctrl-C stops an answer, Ctrl-D or /exit ends the talk.
 
 In the talk: /reset forgets it, /system TEXT sets the system prompt (and resets), /exit ends, /help says this.
 With text as arguments, or with standard input that is no terminal, it answers that and ends.
@@ -30,7 +30,7 @@ from voltriton_client.errors import InvalidArgument, VoltritonError
 from voltriton_client.request import request_for
 from voltriton_client.types import Chunk, Collector, Result
 
-HELP = "/reset forgets the talk   /system TEXT sets the system prompt   /exit ends   Ctrl-C stops an answer"
+HELP = "/reset forgets the talk   /system TEXT sets the system prompt   Ctrl-C stops an answer   /exit ends"
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -88,15 +88,21 @@ class Talk:
         while True:
             try:
                 line = input("> ").strip()
-            except (EOFError, KeyboardInterrupt):
+                if line in ("/exit", "/quit"):
+                    return 0
+                self._take(line)
+            except EOFError:
                 print()
                 return 0
-            if line in ("/exit", "/quit"):
-                return 0
-            if line.startswith("/"):
-                self._order(line)
-            elif line:
-                self._try(line)
+            except KeyboardInterrupt:
+                # Meant, it may be, for an answer that had ended by itself just before.
+                print("\n/exit or Ctrl-D ends the talk", file=sys.stderr)
+
+    def _take(self, line: str) -> None:
+        if line.startswith("/"):
+            self._order(line)
+        elif line:
+            self._try(line)
 
     def answer(self, text: str) -> Result | None:
         """Stream an answer and remember both; None when the user stopped it before anything came."""
@@ -127,9 +133,13 @@ class Talk:
         with contextlib.closing(read(self._client.stream(request))) as chunks:
             for chunk in chunks:
                 collector.add(chunk)
-                if chunk.reasoning and self._colour:
-                    print(f"{_DIM}{chunk.reasoning}{_PLAIN}", end="", flush=True)
-                print(chunk.text, end="", flush=True)
+                if chunk.index == 0:
+                    self._show(chunk)
+
+    def _show(self, chunk: Chunk) -> None:
+        if chunk.reasoning and self._colour:
+            print(f"{_DIM}{chunk.reasoning}{_PLAIN}", end="", flush=True)
+        print(chunk.text, end="", flush=True)
 
     def _try(self, line: str) -> None:
         try:

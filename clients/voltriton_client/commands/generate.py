@@ -55,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def one(client: Client, args: argparse.Namespace, sampling: dict[str, Any]) -> int:
     """Stream one answer to standard output."""
+    if args.prompt is None and sys.stdin.isatty():
+        print("the prompt, please; Ctrl-D on a line of its own ends it", file=sys.stderr)
     request = _request(args, args.prompt if args.prompt is not None else read_text("-"), sampling)
     collector = Collector(request.request_id)
     with client.stream(request) as chunks:
@@ -117,7 +119,8 @@ def write(outcome: Result | VoltritonError, number: int, as_json: bool, out: Tex
 
 def prompts_of(text: str, name: str) -> Iterator[str]:
     """The prompts of a file: JSON lines when its first line is JSON text or an object, else one a line."""
-    lines = [line for line in text.splitlines() if line.strip()]
+    # Not splitlines: it also cuts at U+2028 and the like, which JSON may hold.
+    lines = [line for line in text.split("\n") if line.strip()]
     if not lines:
         raise InvalidArgument(f"{name}: holds no prompt")
     as_json = lines[0].lstrip()[0] in '"{'
@@ -129,7 +132,9 @@ def _json_prompt(line: str, where: str) -> str:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
-        raise InvalidArgument(f"{where}: no JSON: {error}") from error
+        raise InvalidArgument(
+            f"{where}: no JSON: {error} (a file whose first line begins with a quote or a brace is JSON lines)"
+        ) from error
     prompt = value.get("prompt") if isinstance(value, dict) else value
     if not isinstance(prompt, str):
         raise InvalidArgument(f"{where}: allowed: a JSON text, or an object with the text `prompt`")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import logging
 import socket
 import sys
 
@@ -25,10 +26,9 @@ def main(argv: list[str]) -> int:
         raise InvalidArgument(f"{error.name} is not installed: pip install 'voltriton[gateway]'") from error
     app = create_app(_settings(args))
     listener = _listen(args.host, args.port)
-    print(
-        f"voltriton gateway: http://{args.host}:{listener.getsockname()[1]} -> {', '.join(args.server)}",
-        file=sys.stderr,
-    )
+    logging.basicConfig(format="voltriton gateway: %(message)s")
+    logging.getLogger("voltriton.gateway").setLevel(logging.INFO)
+    print(f"voltriton gateway: {_url(listener, args.host)} -> {', '.join(args.server)}", file=sys.stderr)
     config = uvicorn.Config(
         app,
         log_level="info" if args.verbose else "warning",
@@ -93,11 +93,19 @@ def _parser() -> argparse.ArgumentParser:
 
 def _refuse_open_door(args: argparse.Namespace) -> None:
     args.server = args.server or ["127.0.0.1:8001"]
+    if args.rate_per_key and not args.api_keys:
+        raise InvalidArgument(
+            "--rate-per-key counts by key and there are none: give --api-keys FILE, or --rate-per-ip"
+        )
     if args.api_keys or args.allow_anonymous or _is_loopback(args.host):
         return
     raise InvalidArgument(
         f"--host {args.host} lets others in and there are no keys: give --api-keys FILE, or --allow-anonymous"
     )
+
+
+def _url(listener: socket.socket, host: str) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
 def _is_loopback(host: str) -> bool:

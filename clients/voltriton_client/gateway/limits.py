@@ -17,10 +17,11 @@ _MIN_KEY_CHARS = 16
 
 
 class Keys:
-    """The keys of a file: one a line, `KEY` or `NAME KEY`; `#` begins a comment."""
+    """The keys of a file: one a line, `KEY` or `NAME KEY`; `#` begins a comment. A name may have several keys."""
 
-    def __init__(self, keys: dict[str, str]) -> None:
-        self._digests = [(name, _digest(key)) for name, key in keys.items()]
+    def __init__(self, keys: list[tuple[str, str]]) -> None:
+        """`keys`: pairs of name and key."""
+        self._digests = [(name, _digest(key)) for name, key in keys]
 
     @classmethod
     def load(cls, path: str) -> Keys:
@@ -29,7 +30,7 @@ class Keys:
             lines = Path(path).read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidArgument(f"--api-keys {path}: {error}") from error
-        keys: dict[str, str] = {}
+        keys: list[tuple[str, str]] = []
         for number, line in enumerate(lines, 1):
             words = line.split("#", 1)[0].split()
             if not words:
@@ -39,7 +40,7 @@ class Keys:
                     f"--api-keys {path}, line {number}: allowed: `KEY` or `NAME KEY`, a key of {_MIN_KEY_CHARS} "
                     "characters or more"
                 )
-            keys[words[0] if len(words) == 2 else f"key{number}"] = words[-1]
+            keys.append((words[0] if len(words) == 2 else f"key{number}", words[-1]))
         if not keys:
             raise InvalidArgument(f"--api-keys {path}: holds no key")
         return cls(keys)

@@ -42,6 +42,7 @@ class Upstream:
         self.problem = "not asked yet"
         self.open_requests = 0
         self._failures = 0
+        self._said = ""
         # Inputs of the models that are ready.
         self.models: dict[str, frozenset[str]] = {}
         self._engines: set[str] = set()
@@ -65,15 +66,15 @@ class Upstream:
             await self._look()
         except VoltritonError as error:
             self._failures += 1
-            if isinstance(error, ConnectionFailed) or self._failures >= _FAILURES_TO_BE_DOWN:
+            is_down = isinstance(error, ConnectionFailed) or self._failures >= _FAILURES_TO_BE_DOWN
+            if is_down or not self.healthy:
                 self.mark_down(str(error))
             return
         self._failures = 0
-        if not self.healthy:
-            log.info(
-                "server %s is healthy, with %s", self.address, ", ".join(sorted(self.models)) or "no model"
-            )
         self.healthy, self.problem = True, ""
+        self._say(
+            logging.INFO, f"healthy, with {', '.join(sorted(self.engines())) or 'no model that is ready'}"
+        )
         self._telemetry.server_up.labels(self.address).set(1)
 
     async def _look(self) -> None:
@@ -97,11 +98,16 @@ class Upstream:
         return self._engines & self.models.keys()
 
     def mark_down(self, problem: str) -> None:
-        if self.healthy:
-            log.warning("server %s is down: %s", self.address, problem)
+        self._say(logging.WARNING, f"down: {problem}")
         self.healthy, self.problem = False, problem
         self.models.clear()
         self._telemetry.server_up.labels(self.address).set(0)
+
+    def _say(self, level: int, state: str) -> None:
+        """Log a state when it is another than before."""
+        if state != self._said:
+            self._said = state
+            log.log(level, "server %s is %s", self.address, state)
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         self.open_requests += 1
