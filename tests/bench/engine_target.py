@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import time
 import uuid
 from typing import Any
@@ -59,8 +61,12 @@ async def main(port: int, engine_args: dict[str, Any]) -> None:
 
     await InProcess(llm).run("warm up", 2)
     server = await asyncio.start_server(answer, "127.0.0.1", port)
+    # The default action would leave the engine's files in /dev/shm.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.close)
     async with server:
-        await server.serve_forever()
+        with contextlib.suppress(asyncio.CancelledError):
+            await server.serve_forever()
+    llm.shutdown()
 
 
 if __name__ == "__main__":
