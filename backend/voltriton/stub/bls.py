@@ -15,7 +15,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from voltriton.processes import end_with
-from voltriton.stub.contract import INPUTS, OUTPUTS
+from voltriton.stub.contract import declare
 
 TARGET = "vllm"
 
@@ -80,16 +80,7 @@ class GenerateModel(CallingModel):
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
-        for tensor in INPUTS:
-            if tensor.name != "stream":
-                auto_complete_model_config.add_input(
-                    {"name": tensor.name, "data_type": tensor.type, "dims": tensor.dims, "optional": True}
-                )
-        for output in OUTPUTS:
-            auto_complete_model_config.add_output(
-                {"name": output.name, "data_type": output.type, "dims": output.dims}
-            )
-        auto_complete_model_config.set_max_batch_size(0)
+        declare(auto_complete_model_config, besides=frozenset({"stream"}))
         return auto_complete_model_config
 
     @staticmethod

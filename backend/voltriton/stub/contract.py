@@ -5,7 +5,7 @@ Names, types and dims of the official part are NVIDIA's vLLM backend's; `docs/co
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Tensor(NamedTuple):
@@ -69,3 +69,19 @@ RESERVED_PARAMETERS = frozenset(
 
 def is_reserved(name: str) -> bool:
     return name in RESERVED_PARAMETERS or name.startswith("triton_")
+
+
+def declare(config: Any, besides: frozenset[str] = frozenset()) -> None:
+    """`config`, Triton's of a model, gets the tensors that its file does not declare, without the inputs `besides`;
+    requests come one by one."""
+    as_file = config.as_dict()
+    known = besides | {tensor["name"] for part in ("input", "output") for tensor in as_file[part]}
+    for tensor in INPUTS:
+        if tensor.name not in known:
+            config.add_input(
+                {"name": tensor.name, "data_type": tensor.type, "dims": tensor.dims, "optional": True}
+            )
+    for tensor in OUTPUTS:
+        if tensor.name not in known:
+            config.add_output({"name": tensor.name, "data_type": tensor.type, "dims": tensor.dims})
+    config.set_max_batch_size(0)

@@ -13,7 +13,7 @@ import triton_python_backend_utils as pb_utils
 from voltriton import settings
 from voltriton.errors import InvalidArgument, VoltritonError
 from voltriton.processes import end_with
-from voltriton.stub.contract import INPUTS, OUTPUTS
+from voltriton.stub.contract import declare
 from voltriton.stub.front import Front
 from voltriton.stub.link import Launch, host_environment
 from voltriton.stub.metrics import ENGINE_UP, Metrics, NoMetrics
@@ -23,20 +23,8 @@ class TritonPythonModel:
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
         """Adds the contract's tensors that the file does not declare; batching and decoupling are not its to choose."""
-        config = auto_complete_model_config.as_dict()
-        declared = {tensor["name"] for part in ("input", "output") for tensor in config[part]}
-        for tensor in INPUTS:
-            if tensor.name not in declared:
-                auto_complete_model_config.add_input(
-                    {"name": tensor.name, "data_type": tensor.type, "dims": tensor.dims, "optional": True}
-                )
-        for tensor in OUTPUTS:
-            if tensor.name not in declared:
-                auto_complete_model_config.add_output(
-                    {"name": tensor.name, "data_type": tensor.type, "dims": tensor.dims}
-                )
+        declare(auto_complete_model_config)
         auto_complete_model_config.set_model_transaction_policy({"decoupled": True})
-        auto_complete_model_config.set_max_batch_size(0)
         return auto_complete_model_config
 
     def initialize(self, args: dict[str, str]) -> None:
