@@ -374,6 +374,9 @@ def test_same_layout_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_nothing_matches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_folder(tmp_path / "in", tiny_weights())
     assert "nothing to quantise" in refused(capsys, str(source), str(tmp_path / "out"), "--exclude", "*")
+    for option in ("--include", "--exclude"):
+        words = refused(capsys, str(source), str(tmp_path / "out"), option, r"layers\.[01]")
+        assert rf"{option}: 'layers\\.[01]' matches no matrix" in words and "model." in words
 
 
 FULL = """

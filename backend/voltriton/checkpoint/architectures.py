@@ -68,10 +68,16 @@ def choose(specs: dict[str, Spec], arch: Architecture, include: list[str], exclu
     """Sort the matrices. `include` and `exclude` are patterns over module names and win over the table."""
     groups: dict[str, list[str]] = {}
     kept: dict[str, str] = {}
-    for name, spec in specs.items():
-        if not name.endswith(".weight") or len(spec.shape) < 2:
-            continue
-        module = name.removesuffix(".weight")
+    matrices = {n.removesuffix(".weight"): s for n, s in specs.items() if n.endswith(".weight")}
+    matrices = {module: spec for module, spec in matrices.items() if len(spec.shape) >= 2}
+    for option, patterns in (("--include", include), ("--exclude", exclude)):
+        for pattern in patterns:
+            if not any(fnmatchcase(module, pattern) for module in matrices):
+                raise CheckpointError(
+                    f"{option}: {pattern!r} matches no matrix: it is a pattern of shell kind (* ? [...]) over whole "
+                    f"names such as {next(iter(matrices), 'none, there are no matrices')}"
+                )
+    for module, spec in matrices.items():
         reason = _reason(module, arch, include, exclude)
         if reason is not None:
             kept[module] = reason
@@ -79,7 +85,7 @@ def choose(specs: dict[str, Spec], arch: Architecture, include: list[str], exclu
         if len(spec.shape) != 2 or spec.shape[1] % BLOCK:
             shape = "x".join(map(str, spec.shape))
             raise CheckpointError(
-                f"{name} is {shape}: only matrices whose input side is a multiple of {BLOCK} can be NVFP4; "
+                f"{module}.weight is {shape}: only matrices whose input side is a multiple of {BLOCK} can be NVFP4; "
                 f"keep it with --exclude '{module}'"
             )
         groups.setdefault(arch.group_of(module), []).append(module)

@@ -118,18 +118,21 @@ def _choose_again(
 def _round_block(
     block: torch.Tensor, near: torch.Tensor, global_scale: torch.Tensor, rule: Rule
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values, scaled errors and scale code of the best candidate for each row of `block` [rows, 16]."""
+    """Values, scaled errors and scale code of the best candidate for each row of `block` [rows, 16].
+
+    Work arrays are [16, candidates, rows]: what is computed for one of the 16 columns lies together.
+    """
     start = rule.block_scale(block.abs().amax(-1), global_scale).view(torch.uint8).short()
     offsets = torch.tensor(sorted(range(-BELOW, ABOVE + 1), key=abs), dtype=torch.int16)
     top = int(torch.tensor(E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8).item())
-    codes = (start[:, None] + offsets).clamp(1, top).to(torch.uint8)
+    codes = (start + offsets[:, None]).clamp(1, top).to(torch.uint8)
     step = rule.step(codes.view(torch.float8_e4m3fn), global_scale)
-    left = block[:, None, :].expand(-1, len(offsets), -1).clone()
-    values, errors = torch.empty_like(left), torch.empty_like(left)
+    values, errors = torch.empty(BLOCK, *codes.shape), torch.empty(BLOCK, *codes.shape)
+    columns, earlier = block.T.contiguous(), errors.view(BLOCK, -1)
     for j in range(BLOCK):
-        values[..., j] = rounded(left[..., j] / step) * step
-        errors[..., j] = (left[..., j] - values[..., j]) / near[j, j]
-        left[..., j + 1 :] -= errors[..., j, None] * near[j, j + 1 :]
-    best = errors.square().sum(-1).argmin(-1)
+        left = columns[j] - (near[:j, j] @ earlier[:j]).view(codes.shape)
+        torch.mul(rounded(left / step), step, out=values[j])
+        torch.sub(left, values[j], out=errors[j]).div_(near[j, j])
+    best = (errors * errors).sum(0).argmin(0)
     rows = torch.arange(len(block))
-    return values[rows, best], errors[rows, best], codes[rows, best]
+    return values[:, best, rows].T, errors[:, best, rows].T, codes[best, rows]
