@@ -438,6 +438,101 @@ def test_request_without_a_token_yet_can_be_cancelled(server: Server, stream: bo
     wait_for(lambda: server.metric("vllm:num_requests_running") == 0, 10, "the request to be aborted")
 
 
+# Cancelled by a request, on whatever connection it comes.
+
+
+def endless(request_id: str, **inputs: Any) -> Any:
+    return build(
+        script(repeat=["x ", 4000], delay_ms=10),
+        id=request_id,
+        **{"stream": True, "sampling_parameters": {"max_tokens": 4000}, **inputs},
+    )
+
+
+def runs(server: Server, count: int) -> None:
+    wait_for(lambda: server.metric("vllm:num_requests_running") == count, 10, f"{count} running requests")
+
+
+def cancel(server: Server, request_id: Any, **inputs: Any) -> Answer:
+    return ask(server.grpc_url, cancel=request_id, **inputs)
+
+
+def reason(answer: Answer) -> tuple[str | None, str, list[str], int]:
+    return answer.error, answer.text, answer.last["finish_reason"], answer.finals
+
+
+def test_cancel_by_request_on_the_same_stream(server: Server) -> None:
+    before = server.metric("voltriton:requests_total", outcome="cancelled")
+    with WireClient(server.grpc_url) as client:
+        client.send(endless("victim"))
+        next(client.messages())
+        answers = client.answers(build(cancel="victim", id="c"), build("other", id="o"), known=["victim"])
+        assert reason(answers["c"]) == (None, "", ["cancelled"], 1)
+        assert (answers["victim"].error, answers["victim"].errors) == ("CANCELLED: Request was cancelled", 1)
+        assert (answers["victim"].finals, answers["o"].text) == (1, "otherother")
+        runs(server, 0)
+        assert reason(client.answer(build(cancel="victim"))) == (
+            None,
+            "",
+            ["None"],
+            1,
+        )  # once more is no error
+    wait_for(
+        lambda: server.metric("voltriton:requests_total", outcome="cancelled") == before + 1,
+        10,
+        "the outcome",
+    )
+
+
+@pytest.mark.parametrize("victim", [{}, {"stream": False}, {"request_id": "named"}], ids=str)
+def test_cancel_by_request_without_a_token_yet_and_from_elsewhere(
+    server: Server, victim: dict[str, Any]
+) -> None:
+    with WireClient(server.grpc_url) as client:
+        client.send(build(script(tokens=["x"], first_ms=60000), id="waits", **victim))
+        runs(server, 1)
+        code, text = server.post("/v2/models/vllm/generate", {"cancel": victim.get("request_id", "waits")})
+        assert (code, json.loads(text)["text_output"], json.loads(text)["finish_reason"]) == (
+            200,
+            "",
+            "cancelled",
+        )
+        assert "CANCELLED: " in next(client.messages()).error_message
+        runs(server, 0)
+
+
+def test_cancel_of_an_id_that_several_have_ends_none(server: Server) -> None:
+    with WireClient(server.grpc_url) as client, WireClient(server.grpc_url) as other:
+        client.send(endless("twin"))
+        other.send(endless("twin"))
+        runs(server, 2)
+        answer = cancel(server, "twin")
+        assert answer.error == "INVALID_ARGUMENT: cancel: 2 open requests have the id 'twin', 1 is allowed"
+        next(client.messages())
+        runs(server, 2)
+        other.cancel()
+        runs(server, 1)
+        assert cancel(server, "twin").last["finish_reason"] == ["cancelled"]
+        runs(server, 0)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"text_input": "a"}, "text_input: not allowed with cancel, which goes alone"),
+        ({"stream": True}, "stream: not allowed with cancel"),
+        ({"parameters": {"max_tokens": 2}}, "max_tokens: not allowed with cancel"),
+        ({"cancel": ""}, "cancel: empty"),
+        ({"cancel": b"caf\xe9"}, "cancel: not UTF-8 at byte 3 (e9)"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_cancel_goes_alone(server: Server, inputs: dict[str, Any], message: str) -> None:
+    answer = ask(server.grpc_url, **{"cancel": "nobody", **inputs})
+    assert (answer.error or "").startswith(f"INVALID_ARGUMENT: {message}")
+    assert (answer.finals, answer.responses) == (1, [])
+
+
 # HTTP, the other models, metrics.
 
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import queue
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,9 +140,9 @@ class WireClient:
     def messages(self) -> Iterator[Any]:
         yield from self.call
 
-    def answers(self, *requests: Any) -> dict[str, Answer]:
-        """Sends all, and reads until each has its final response."""
-        answers = {request.id: Answer() for request in requests}
+    def answers(self, *requests: Any, known: Sequence[str] = ()) -> dict[str, Answer]:
+        """Sends all, and reads until each has its final response, as do those sent before (ids: `known`)."""
+        answers = {request_id: Answer() for request_id in [*known, *(request.id for request in requests)]}
         self._all_answered = False
         for request in requests:
             # An empty final response is asked for: without, a flag-only end would be invisible.

@@ -80,7 +80,8 @@ class GenerateModel(CallingModel):
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
-        declare(auto_complete_model_config, besides=frozenset({"stream"}))
+        # No `cancel`: it would wait for an instance, and all may be busy. Send it to the `vllm` model.
+        declare(auto_complete_model_config, besides=frozenset({"stream", "cancel"}))
         return auto_complete_model_config
 
     @staticmethod

@@ -33,6 +33,7 @@ INPUTS = [
     Tensor("priority", "TYPE_INT32", [1]),
     Tensor("timeout_ms", "TYPE_INT32", [1]),
     Tensor("request_id", "TYPE_STRING", [1]),
+    Tensor("cancel", "TYPE_STRING", [1]),
     Tensor("render_only", "TYPE_BOOL", [1]),
     Tensor("lora_request", "TYPE_STRING", [1]),
     Tensor("return_token_ids", "TYPE_BOOL", [1]),

@@ -3,6 +3,7 @@
     execute  -> parse -> link.submit           (Triton's thread)
     deltas   -> responders -> sender pool      (the link's reader thread)
     poller: cancellation of every live request, streaming or not, queued or running
+    a request with `cancel` ends another one the same way, and never gets to the engine
 
 Nothing here knows tensors (request, responder) or the engine (host).
 """
@@ -15,12 +16,19 @@ import threading
 import time
 from typing import Any
 
-from voltriton.errors import Cancelled, InternalError, Unavailable, VoltritonError, from_name
+from voltriton.errors import (
+    Cancelled,
+    InternalError,
+    InvalidArgument,
+    Unavailable,
+    VoltritonError,
+    from_name,
+)
 from voltriton.settings import ModelSettings
 from voltriton.stub import metrics as names
 from voltriton.stub.link import Callbacks, Launch, Link, State
 from voltriton.stub.metrics import Metrics
-from voltriton.stub.request import Parsed, parse
+from voltriton.stub.request import Parsed, parse, parse_cancel
 from voltriton.stub.responder import Responder, SenderPool
 from voltriton.wire import Delta
 
@@ -55,7 +63,11 @@ class Front:
             sender = request.get_response_sender()
             key = next(self._keys)
             try:
-                self._submit(key, sender, parse(request, key, self._pb))
+                victim = parse_cancel(request, self._pb)
+                if victim is not None:
+                    self._cancel_by_id(sender, victim)
+                else:
+                    self._submit(key, sender, parse(request, key, self._pb))
             except VoltritonError as error:
                 self._refuse(key, sender, error)
             except Exception as error:
@@ -88,6 +100,7 @@ class Front:
             parsed_chat=generation.chat is not None and self._parses_chat,
             every_token=generation.sampling.get("detokenize", True) is False,
             on_end=lambda outcome: self._ended(key, outcome),
+            request_id=generation.id,
         )
 
     @property
@@ -167,6 +180,24 @@ class Front:
             self._link.send(["cancel", key])
         self._end(key, Cancelled("Request was cancelled"))
         self._info("[vllm] Successfully cancelled the request")
+
+    def _cancel_by_id(self, sender: Any, request_id: str) -> None:
+        """In-band: for a client that cannot or should not have Triton tell (docs/contract.md says why)."""
+        with self._lock:
+            live = list(self._live.items())
+        keys = [key for key, responder in live if responder.request_id == request_id and not responder.ended]
+        if len(keys) > 1:
+            raise InvalidArgument(
+                f"cancel: {len(keys)} open requests have the id {request_id!r}, 1 is allowed"
+            )
+        for key in keys:
+            self._cancel(key)
+        answer = Responder(
+            sender, self._pb, sequences=1, wants=["finish_reason"], stream=False, prefixes=None,
+            on_end=lambda outcome: None,
+        )  # fmt: skip
+        answer.push(Delta(0, finish_reason="cancelled" if keys else None, final=True))
+        self._pool.queue([answer])
 
     def stop(self) -> None:
         """Bounded: the drain's grace and the engine's stop time. Every open request is answered."""

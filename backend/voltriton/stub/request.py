@@ -140,6 +140,24 @@ def parse(request: Any, key: int, pb_utils: Any) -> Parsed:
     return Parsed(generation, _prefixes(read, source, generation))
 
 
+def parse_cancel(request: Any, pb_utils: Any) -> str | None:
+    """The id of the request that this one cancels; None where it is one for the engine.
+
+    Raises InvalidArgument where it carries anything else.
+    """
+    read = Reader(request, pb_utils)
+    victim = read.text("cancel")
+    if victim is None:
+        return None
+    if not victim:
+        raise InvalidArgument("cancel: empty, the request_id of an open request is needed")
+    others = [tensor.name() for tensor in request.inputs() if tensor.name() != "cancel"]
+    others += _sampling(read, request)
+    if others:
+        raise InvalidArgument(f"{others[0]}: not allowed with cancel, which goes alone")
+    return victim
+
+
 def _prompt(read: Reader, key: int) -> tuple[str, Generation]:
     given = [name for name in PROMPT_INPUTS if read.values(name) is not None]
     if not given:

@@ -84,7 +84,9 @@ class Responder:
         parsed_chat: bool = False,
         every_token: bool = False,
         on_end: Outcome,
+        request_id: str = "",
     ) -> None:
+        self.request_id = request_id
         self._sender = sender
         self._pb = pb_utils
         self._stream = stream
