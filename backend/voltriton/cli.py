@@ -6,7 +6,9 @@ what is wrong and what to do), 2 wrong usage (argparse). Modules are imported on
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import os
 import sys
 from typing import NamedTuple
@@ -60,6 +62,9 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"voltriton: no command {name!r}; there are: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal or pipe of another encoding gets what it cannot show as an escape, not an end in mid-answer.
+        sys.stdout.reconfigure(errors="backslashreplace")
     # gRPC would write each attempt at a connection to stderr; a command says in one line what came of them.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
@@ -68,10 +73,21 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader has left (`| head`): say nothing, and keep the interpreter from flushing again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader has left (`| head`): say nothing.
+        _drop_output()
         return 0
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _drop_output()
+        print(f"voltriton {name}: cannot write: {error.strerror}", file=sys.stderr)
+        return 1
     return result
+
+
+def _drop_output() -> None:
+    """Keep the interpreter from flushing once more what cannot be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, Self
@@ -13,6 +12,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from voltriton_client import core
+from voltriton_client.calls import AsyncCall
 from voltriton_client.channel import MAX_MESSAGE_BYTES, Target, Tls
 from voltriton_client.errors import VoltritonError
 from voltriton_client.request import Request, request_for
@@ -38,9 +38,13 @@ class AsyncClient:
         self._channel = self.target.open_aio()
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._inputs: dict[str, frozenset[str]] = {}
+        self._calls: set[AsyncCall] = set()
         self._leaving: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
+        """Cancel what is still open, and end the connection."""
+        for call in list(self._calls):
+            self._leave(call)
         if self._leaving:
             await asyncio.wait(self._leaving)
         await self._channel.close()
@@ -138,14 +142,11 @@ class AsyncClient:
     ) -> AsyncGenerator[Any, None]:
         retry = core.Retry(self.target)
         while True:
-            call = self._stub.ModelStreamInfer(
-                iter([message]),
-                metadata=self.target.call_metadata,
-                timeout=core.rpc_timeout_s(request, takes),
-            )
+            call = self._call(request, message, takes)
             try:
                 async for response in call:
                     yield response
+                core.check_not_left(call.left, reader)
                 return
             except grpc.RpcError as error:
                 if not retry.allows(error):
@@ -154,31 +155,34 @@ class AsyncClient:
                 self._leave(call)
             await asyncio.sleep(core.RETRY_PAUSE_S)
 
-    def _leave(self, call: Any) -> None:
-        """Cancels a call, unless it ends by itself within `core.LINGER_S`."""
-        if not call.done():
-            task = asyncio.create_task(_leave(call))
+    def _call(self, request: Request, message: Any, takes: frozenset[str]) -> AsyncCall:
+        limit_s = core.rpc_timeout_s(request, takes)
+        metadata = self.target.call_metadata
+        call = AsyncCall(
+            lambda requests: self._stub.ModelStreamInfer(requests, metadata=metadata, timeout=limit_s),
+            message,
+            core.cancel_for(request, takes),
+        )
+        self._calls.add(call)
+        call.when_over(lambda: self._calls.discard(call))
+        return call
+
+    def _leave(self, call: AsyncCall) -> None:
+        """Cancels what has not ended; its stream is read to the end in the background."""
+        if call.leave():
+            task = asyncio.create_task(call.read_rest())
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
 
 
-async def _leave(call: Any) -> None:
-    with contextlib.suppress(TimeoutError, grpc.RpcError, asyncio.CancelledError):
-        async with asyncio.timeout(core.LINGER_S):
-            async for _ in call:
-                pass
-    call.cancel()
-
-
 class AsyncSharedStream:
-    """As `voltriton_client.SharedStream`: many requests on one gRPC stream, cancelled only all together."""
+    """As `voltriton_client.SharedStream`: many requests on one gRPC stream."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._requests: asyncio.Queue[Any] = asyncio.Queue()
         self._router = core.Router()
         self._over: VoltritonError | None = None
-        self._has_given_up = False
         self._call = client._stub.ModelStreamInfer(self._outgoing(), metadata=client.target.call_metadata)
         self._reader = asyncio.create_task(self._read())
 
@@ -192,7 +196,7 @@ class AsyncSharedStream:
         if self._over:
             raise self._over
         answers: asyncio.Queue[Any] = asyncio.Queue()
-        self._router.add(request.request_id, answers.put_nowait)
+        self._router.add(request.request_id, answers.put_nowait, core.cancel_for(request, takes))
         self._requests.put_nowait(message)
         reader, deadline = ResponseReader(request.request_id), core.Deadline(request, takes)
         try:
@@ -204,8 +208,8 @@ class AsyncSharedStream:
                 for chunk in self._feed(answer, request, reader):
                     yield chunk
         finally:
-            self._router.drop(request.request_id)
-            self._has_given_up |= not reader.final
+            for cancel in self._router.drop(request.request_id):
+                self._requests.put_nowait(cancel)
 
     async def generate(self, prompt: str | Request | None = None, **options: Any) -> Result:
         request = request_for(prompt, stream=False, **options)
@@ -215,11 +219,15 @@ class AsyncSharedStream:
         return collector.result()
 
     async def close(self) -> None:
-        """Cancel what is still open, and the stream."""
+        """Cancel what is still open, and end the stream."""
+        cancels = self._router.cancels()
+        for message in cancels:
+            self._requests.put_nowait(message)  # None, where nothing cancels one, ends the sending
         self._requests.put_nowait(None)
-        if self._has_given_up or len(self._router):
+        if None in cancels:
             self._call.cancel()
-        await asyncio.wait([self._reader], timeout=self._client.target.connect_timeout_s)
+        limit_s = core.LEAVE_S if cancels else self._client.target.connect_timeout_s
+        await asyncio.wait([self._reader], timeout=limit_s)
         self._call.cancel()
         await asyncio.wait([self._reader])
 

@@ -12,6 +12,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from voltriton_client import core
+from voltriton_client.calls import Call
 from voltriton_client.channel import MAX_MESSAGE_BYTES, Target, Tls
 from voltriton_client.errors import Cancelled, VoltritonError
 from voltriton_client.request import Request, request_for
@@ -48,13 +49,19 @@ class _CallHolder:
     """The call that a stream has going at the moment: it may be replaced while connecting."""
 
     def __init__(self) -> None:
-        self.call: Any = None
+        self.call: Call | None = None
         self.cancelled = False
+
+    def take(self, call: Call) -> Call:
+        self.call = call
+        if self.cancelled:
+            call.leave()
+        return call
 
     def cancel(self) -> None:
         self.cancelled = True
         if self.call is not None:
-            self.call.cancel()
+            self.call.leave()
 
 
 class Client:
@@ -78,8 +85,15 @@ class Client:
         self._channel = self.target.open()
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._inputs: dict[str, frozenset[str]] = {}
+        self._calls: set[Call] = set()
 
     def close(self) -> None:
+        """Cancel what is still open, and end the connection."""
+        calls = list(self._calls)
+        for call in calls:
+            call.leave()
+        for call in calls:
+            call.over.wait(core.LEAVE_S)
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -199,16 +213,27 @@ class Client:
     ) -> Iterator[Any]:
         retry = core.Retry(self.target)
         while not holder.cancelled:
-            holder.call = self._stub.ModelStreamInfer(
-                iter([message]),
-                metadata=self.target.call_metadata,
-                timeout=core.rpc_timeout_s(request, takes),
-            )
+            call = holder.take(self._call(request, message, takes))
             try:
-                yield from holder.call
+                yield from call
+                core.check_not_left(call.left, reader)
                 return
             except grpc.RpcError as error:
                 if holder.cancelled or not retry.allows(error):
                     raise core.stream_failure(error, self.target, request, reader) from error
+            finally:
+                call.leave()
             time.sleep(core.RETRY_PAUSE_S)
         raise Cancelled("cancelled before it was sent", request.request_id)
+
+    def _call(self, request: Request, message: Any, takes: frozenset[str]) -> Call:
+        limit_s = core.rpc_timeout_s(request, takes)
+        metadata = self.target.call_metadata
+        call = Call(
+            lambda requests: self._stub.ModelStreamInfer(requests, metadata=metadata, timeout=limit_s),
+            message,
+            core.cancel_for(request, takes),
+        )
+        self._calls.add(call)
+        call.when_over(lambda: self._calls.discard(call))
+        return call

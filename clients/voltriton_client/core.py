@@ -13,6 +13,7 @@ from tritonclient.grpc import service_pb2 as pb
 from voltriton_client.channel import Target
 from voltriton_client.errors import (
     AnswerCut,
+    Cancelled,
     DeadlineExceeded,
     Internal,
     Unavailable,
@@ -21,16 +22,15 @@ from voltriton_client.errors import (
     is_of_contract,
     nothing_was_sent,
 )
-from voltriton_client.request import DEFAULT_MODEL, Request, to_grpc
-from voltriton_client.response import ResponseReader
+from voltriton_client.request import DEFAULT_MODEL, Request, cancel_to_grpc, to_grpc
+from voltriton_client.response import ResponseReader, is_last
 from voltriton_client.types import ModelInfo, Result
 
 # The server's own answer to a passed deadline says more than gRPC's, so it is given this much longer.
 DEADLINE_GRACE_S = 2.0
 RETRY_PAUSE_S = 0.2
-# Triton 24.10 leaks the response and the connection of a stream that is reset just as its last response is sent: who
-# leaves early gives it so long to have ended before it is cancelled.
-LINGER_S = 0.05
+# A stream that is left gets so long to end, once the server was told to cancel its request; then it is reset.
+LEAVE_S = 1.0
 _LOST_CODES = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "ABORTED")
 _LOST = (
     "Socket closed",
@@ -82,6 +82,11 @@ def message_for(request: Request, takes: frozenset[str]) -> Any:
     return to_grpc(request, takes)
 
 
+def cancel_for(request: Request, takes: frozenset[str]) -> Any | None:
+    """The message that cancels a request; None: the model takes none, only a reset of the stream is left."""
+    return cancel_to_grpc(request) if "cancel" in takes else None
+
+
 def inputs_of(metadata: Any) -> frozenset[str]:
     """Names of a model's inputs, of a ModelMetadataResponse."""
     return frozenset(tensor.name for tensor in metadata.inputs)
@@ -117,6 +122,12 @@ def stream_failure(error: Any, target: Target, request: Request, reader: Respons
     return from_rpc(code, details, target.address, request.request_id)
 
 
+def check_not_left(left: bool, reader: ResponseReader) -> None:
+    """Cancelled where this side left a stream, whose rest somebody else has read."""
+    if left and not reader.final:
+        raise Cancelled("this side closed the answer before its end", reader.request_id)
+
+
 def code_of(error: Any) -> str:
     """The name of a grpc.RpcError's status code."""
     return str(error.code().name)
@@ -138,21 +149,30 @@ class Router:
 
     def __init__(self) -> None:
         self._open: dict[str, Callable[[Any], None]] = {}
+        # Requests that the server may be at work on, each with what cancels it (None: nothing does).
+        self._unended: dict[str, Any | None] = {}
 
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def add(self, request_id: str, put: Callable[[Any], None]) -> None:
-        if request_id in self._open:
+    def add(self, request_id: str, put: Callable[[Any], None], cancel: Any | None) -> None:
+        if request_id in self._open or request_id in self._unended:
             raise ValueError(f"request id {request_id!r} is in use on this stream")
         self._open[request_id] = put
+        self._unended[request_id] = cancel
 
-    def drop(self, request_id: str) -> None:
+    def drop(self, request_id: str) -> list[Any]:
+        """Listen no more; returns what is to be sent (at most one message), so that the server works no more."""
         self._open.pop(request_id, None)
+        cancel = self._unended.get(request_id)
+        return [] if cancel is None else [cancel]
+
+    def cancels(self) -> list[Any | None]:
+        """What cancels the requests that have not ended, one for each."""
+        return list(self._unended.values())
 
     def route(self, message: Any) -> None:
         """An error without an id can be anybody's: all are told, for waiting in vain is worse."""
         request_id = message.infer_response.id
+        if is_last(message):
+            self._unended.pop(request_id, None)
         if request_id:
             if put := self._open.get(request_id):
                 put(message)

@@ -214,6 +214,11 @@ def connection_failure(details: str, address: str) -> ConnectionFailed | None:
         return ConnectionFailed(
             f"{address} takes the connection and gives no answer: no gRPC server, or one that hangs"
         )
+    if "andshake" in details and re.search("Socket closed|Connection reset|Broken pipe", details):
+        return CertificateFailed(
+            f"{address} closes the connection where TLS begins: it does not speak TLS (leave out --tls, or give the "
+            "TLS port), or wants a certificate of the client (--tls-cert, --tls-key)"
+        )
     if any(word in details for word in ("andshake", "CERTIFICATE", "Hostname Verification")):
         return CertificateFailed(
             f"TLS with {address} failed ({_tls_reason(details)}): check the CA file (--tls-ca), that the "
@@ -226,8 +231,8 @@ def connection_failure(details: str, address: str) -> ConnectionFailed | None:
             "wants TLS (--tls)"
         )
     return ConnectionFailed(
-        f"nothing answers at {address} ({_short(details)}): start the server (`voltriton serve`), or "
-        "check the address"
+        f"nothing answers at {address} ({_short(details)}): start the server (`voltriton serve`), wait while "
+        "it loads, or check the address"
     )
 
 

@@ -123,10 +123,21 @@ def _json(value: Any) -> str:
 
 
 def to_grpc(request: Request, takes: Collection[str] | None = None) -> Any:
-    """The ModelInferRequest. It asks for the empty final response: every answer has a visible end."""
-    message = service_pb2.ModelInferRequest(model_name=request.model, id=request.request_id)
+    """The ModelInferRequest."""
+    return _message(request.model, request.request_id, request.tensors(takes))
+
+
+def cancel_to_grpc(request: Request) -> Any:
+    """The ModelInferRequest that cancels this request."""
+    tensors = [Tensor("cancel", "BYTES", [request.request_id])]
+    return _message(request.model, f"{request.request_id}-cancel", tensors)
+
+
+def _message(model: str, request_id: str, tensors: Sequence[Tensor]) -> Any:
+    """It asks for the empty final response: every answer has a visible end."""
+    message = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     message.parameters["triton_enable_empty_final_response"].bool_param = True
-    for tensor in request.tensors(takes):
+    for tensor in tensors:
         message.inputs.add(name=tensor.name, datatype=tensor.datatype, shape=[len(tensor.values)])
         try:
             message.raw_input_contents.append(pack(tensor.datatype, tensor.values))

@@ -13,6 +13,14 @@ from voltriton_client.tensors import unpack
 from voltriton_client.types import Chunk, Timing, Usage
 
 
+def is_last(message: Any) -> bool:
+    """Whether nothing follows this ModelStreamInferResponse for its request."""
+    if message.error_message:
+        return True
+    parameters = message.infer_response.parameters
+    return bool(parameters["triton_final_response"].bool_param) if parameters else False
+
+
 class ResponseReader:
     """Feed it what comes; it gives chunks, raises the server's errors, and knows whether the end has come."""
 
@@ -27,12 +35,10 @@ class ResponseReader:
 
     def feed(self, message: Any) -> list[Chunk]:
         """Chunks of one ModelStreamInferResponse; the error that it carries is raised."""
-        response = message.infer_response
         if message.error_message:
             self.final = True
             raise from_text(message.error_message, self.request_id)
-        final = response.parameters["triton_final_response"].bool_param if response.parameters else False
-        return self.feed_outputs(_outputs(response), final)
+        return self.feed_outputs(_outputs(message.infer_response), is_last(message))
 
     def feed_outputs(self, outputs: Mapping[str, list[Any]], final: bool) -> list[Chunk]:
         """Chunks of one response given as lists by name; one for each sequence that has something new."""

@@ -32,9 +32,8 @@ class _Asked:
 class SharedStream:
     """Many requests on one gRPC stream, told apart by their ids.
 
-    An error belongs to its request and leaves the others alone. Triton can only cancel a stream as a whole:
-    closing one answer stops listening to it, closing the stream cancels everything on it. Where single
-    answers are to be cancelled, use `Client.stream`, which has a stream for each.
+    An error belongs to its request and leaves the others alone. Closing one answer cancels it alone where the model
+    takes `cancel`, and else only stops listening to it; closing the stream cancels everything on it.
     """
 
     def __init__(self, client: Client) -> None:
@@ -42,8 +41,6 @@ class SharedStream:
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._router = core.Router()
         self._over: VoltritonError | None = None
-        # Whether the server may still be at work on an answer that nobody waits for.
-        self._has_given_up = False
         self._lock = threading.Lock()
         self._call = client._stub.ModelStreamInfer(
             iter(self._requests.get, None), metadata=client.target.call_metadata
@@ -88,11 +85,15 @@ class SharedStream:
                 yield number, outcome
 
     def close(self) -> None:
-        """Cancel what is still open, and the stream."""
+        """Cancel what is still open, and end the stream."""
+        with self._lock:
+            cancels = self._router.cancels()
+        for message in cancels:
+            self._requests.put(message)  # None, where nothing cancels one, ends the sending
         self._requests.put(None)
-        if self._has_given_up or len(self._router):
+        if None in cancels:
             self._call.cancel()
-        self._reader.join(timeout=self._client.target.connect_timeout_s)
+        self._reader.join(core.LEAVE_S if cancels else self._client.target.connect_timeout_s)
         self._call.cancel()
 
     def __enter__(self) -> Self:
@@ -107,7 +108,7 @@ class SharedStream:
         with self._lock:
             if self._over:
                 raise self._over
-            self._router.add(request.request_id, put)
+            self._router.add(request.request_id, put, core.cancel_for(request, takes))
         self._requests.put(message)
         return _Asked(request, ResponseReader(request.request_id), core.Deadline(request, takes))
 
@@ -148,9 +149,9 @@ class SharedStream:
             self._drop(asked)
 
     def _drop(self, asked: _Asked) -> None:
-        """Listen no more."""
-        self._router.drop(asked.request.request_id)
-        self._has_given_up |= not asked.reader.final
+        """Listen no more, and cancel what has not ended."""
+        for message in self._router.drop(asked.request.request_id):
+            self._requests.put(message)
 
 
 def _get(waiting: queue.SimpleQueue[Any], deadline: core.Deadline) -> Any:

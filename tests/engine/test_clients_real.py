@@ -6,8 +6,10 @@ import asyncio
 import functools
 import json
 import re
+import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,16 +18,34 @@ import httpx
 import openai
 import pytest
 import voltriton_client as vc
+from browser import CHROMIUM, Browser, assert_drawn
 from repository import real_repository
+from serve import Serve
 from server import Server, wait_for
 from serving import gateway
+from terminal import Terminal, command
 from voltriton.cli import main as voltriton
+from voltriton.triton import default_root
 
 PARIS: Any = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-def idle(server: Server) -> None:
+STORY = "Tell me a very long story about a dragon."
+ENDLESS: Any = {"max_tokens": 1500, "ignore_eos": True}
+
+
+@contextmanager
+def given_up(server: Server, outcome: str = "cancelled") -> Iterator[Callable[[], None]]:
+    """`with given_up(server) as runs:` the one request of the block, which runs when `runs()` returns and is given up
+    then, ends so in the engine too. (vLLM's numbers are up to a second old.)"""
+
+    def ended() -> float:
+        return server.metric("voltriton:requests_total", outcome=outcome)
+
+    before = ended()
+    yield lambda: wait_for(lambda: server.metric("vllm:num_requests_running") > 0, 20, "a running request")
     wait_for(lambda: server.metric("vllm:num_requests_running") == 0, 20, "no running request")
+    wait_for(lambda: ended() == before + 1, 20, f"a request that ended as {outcome}")
 
 
 def test_stream_and_whole_are_the_same_answer(server: Server) -> None:
@@ -44,14 +64,12 @@ def test_stream_and_whole_are_the_same_answer(server: Server) -> None:
 
 
 def test_cancelled_requests_leave_the_engine(server: Server) -> None:
-    endless = {"max_tokens": 1500, "ignore_eos": True}
     with vc.Client(server.grpc_url) as client:
-        with client.stream("Once upon a time", **endless) as stream:
+        with given_up(server) as runs, client.stream("Once upon a time", **ENDLESS) as stream:
             next(stream)
-        idle(server)
-        with pytest.raises(vc.DeadlineExceeded):
-            client.generate("Once upon a time", timeout_s=1, **endless)
-        idle(server)
+            runs()
+        with given_up(server, "deadline"), pytest.raises(vc.DeadlineExceeded):
+            client.generate("Once upon a time", timeout_s=1, **ENDLESS)
 
 
 def test_several_at_a_time(server: Server) -> None:
@@ -90,10 +108,7 @@ def test_commands(server: Server, capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_gateway(server: Server) -> None:
-    with (
-        gateway(server.grpc_url, request_timeout_s=60) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,
-    ):
+    with opened(server) as client:
         create = client.chat.completions.create
         whole = create(model="vllm", messages=PARIS, temperature=0, max_tokens=40)
         assert (
@@ -119,10 +134,7 @@ def test_gateway(server: Server) -> None:
 
 
 def test_gateway_logprobs_n_stop_seed(server: Server) -> None:
-    with (
-        gateway(server.grpc_url, request_timeout_s=60) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,
-    ):
+    with opened(server) as client:
         create = client.chat.completions.create
         answer = create(
             model="vllm", messages=PARIS, temperature=0, max_tokens=6, logprobs=True, top_logprobs=3
@@ -169,17 +181,20 @@ def test_gateway_json_schema(server: Server) -> None:
 
 
 def test_gateway_leaving_cancels(server: Server) -> None:
+    """Streaming and not; and the gateway's own time limit."""
     endless: Any = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
-    with (
-        gateway(server.grpc_url, request_timeout_s=60) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,
-    ):
-        with client.chat.completions.create(model="vllm", messages=PARIS, stream=True, **endless) as stream:
+    with opened(server) as client:
+        with given_up(server) as runs, client.chat.completions.create(
+            model="vllm", messages=PARIS, stream=True, **endless
+        ) as stream:  # fmt: skip
             next(iter(stream))
-        idle(server)
-        with pytest.raises(openai.APITimeoutError):
-            client.with_options(timeout=1).chat.completions.create(model="vllm", messages=PARIS, **endless)
-        idle(server)
+            runs()
+        with given_up(server), pytest.raises(openai.APITimeoutError):
+            client.with_options(timeout=2).chat.completions.create(model="vllm", messages=PARIS, **endless)
+    with given_up(server, "deadline"), opened(server, request_timeout_s=1) as client:
+        with pytest.raises(openai.InternalServerError, match="longer than 1000 ms") as caught:
+            client.chat.completions.create(model="vllm", messages=PARIS, **endless)
+        assert caught.value.status_code == 504
 
 
 def test_refusals_reach_the_caller(server: Server) -> None:
@@ -195,22 +210,147 @@ def test_refusals_reach_the_caller(server: Server) -> None:
         assert long.status_code == 400 and "tokens" in long.json()["error"]["message"]
 
 
-def test_page_with_the_demo_model(server: Server, tmp_path: Path) -> None:
-    browser = pytest.importorskip("browser")
-    if browser.CHROMIUM is None:
-        pytest.skip("no Chromium here (Debian: apt-get install chromium)")
-    with gateway(server.grpc_url) as url, browser.Browser(tmp_path) as page:
+def say(page: Browser, text: str) -> None:
+    page.ask("document.querySelector('#text').focus()")
+    page.type(text)
+    page.press_enter()
+
+
+def use_the_page(server: Server, url: str, folder: Path) -> None:
+    """As a person does: an answer that streams, with its numbers, and a long one that is stopped."""
+    last, note = (
+        f"[...document.querySelectorAll('{kind}')].at(-1)?.textContent" for kind in (".assistant", ".note")
+    )
+    done = "!document.querySelector('#send').disabled"
+    with Browser(folder) as page:
         page.go(url)
         page.until("document.querySelector('#model').value === 'vllm'")
         page.ask("document.querySelector('#temperature').value = '0'")
-        page.ask("document.querySelector('#text').focus()")
-        page.type("What is the capital of France?")
-        page.press_enter()
-        page.until("document.querySelector('.note')?.textContent.includes('tok/s')", 60)
-        page.until("!document.querySelector('#send').disabled", 60)
-        assert "Paris" in page.ask("document.querySelector('.assistant').textContent")
-        page.screenshot(tmp_path / "page.png")
-        print(f"screenshot: {tmp_path / 'page.png'}", file=sys.stderr)
+        say(page, PARIS[0]["content"])
+        # Some of the answer is there while it is being made.
+        first = page.until(f"document.querySelector('#send').disabled && {last}", 60)
+        page.until(done, 60)
+        whole = page.ask(last)
+        assert "Paris" in whole and whole.startswith(first) and first != whole
+        assert re.fullmatch(r"TTFT \d+ ms · \d+\.\d tok/s · \d+ tokens", page.ask(note))
+        with given_up(server) as runs:
+            say(page, STORY)
+            page.until(f"{last}.length > 40", 60)
+            runs()
+            page.click("#stop")
+            page.until(done)
+        assert re.fullmatch(r"TTFT \d+ ms · \d+\.\d tok/s · \d+ tokens · stopped", page.ask(note))
+        assert page.errors == []
+        page.screenshot(folder / "page.png")
+    assert_drawn(folder / "page.png")
+    print(f"screenshot: {folder / 'page.png'}", file=sys.stderr)
+
+
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)"
+)
+
+
+@needs_chromium
+def test_page_with_the_demo_model(server: Server, tmp_path: Path) -> None:
+    with gateway(server.grpc_url) as url:
+        use_the_page(server, url, tmp_path)
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_page_and_commands_as_a_newcomer_has_them(demo_model: Path, tmp_path: Path) -> None:
+    """`voltriton serve`, `voltriton gateway`, a browser, and the commands that look after them."""
+    repository = real_repository(tmp_path / "repository", demo_model)
+    with Serve(repository, tmp_path, ready_s=600) as serve, served_gateway(serve) as url:
+        use_the_page(serve, url, tmp_path)
+        # The supervisor keeps the repository's calls to itself, and notes where the metrics are.
+        status = ["status", "--server", serve.grpc_url, "--run-dir", str(default_root() / "run"), "--json"]
+        done = subprocess.run(command(*status), capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        said = json.loads(done.stdout)
+        assert (
+            said["ready"] and said["engine"]["vllm"]["up"] == 1 and said["supervisor"][0]["state"] == "ready"
+        )
+        listed = subprocess.run(
+            command("models", "--server", serve.grpc_url), capture_output=True, text=True, timeout=60
+        )
+        assert listed.returncode == 0 and re.search(r"^vllm +1 +READY$", listed.stdout, re.M)
+
+
+@contextmanager
+def served_gateway(server: Server) -> Iterator[str]:
+    """`voltriton gateway` as a process; it ends on SIGTERM, well."""
+    argv = command("gateway", "--port", "0", "--server", server.grpc_url)
+    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr
+        yield process.stderr.readline().split()[2]
+        process.terminate()
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_talk_on_a_terminal(server: Server) -> None:
+    """History, /reset, a system prompt, and Ctrl-C that ends the answer in the engine and not the program."""
+
+    def prompt_tokens() -> float:
+        return server.metric("vllm:prompt_tokens_total")
+
+    def settled() -> float:
+        """The count, when it has stood still for as long as a number may be old."""
+        while True:
+            before = prompt_tokens()
+            time.sleep(1.1)
+            if prompt_tokens() == before:
+                return before
+
+    def asks_with(prompt: float) -> None:
+        """The question goes out in a prompt of so many tokens, that is with the history that it should have."""
+        nonlocal total
+        talk.until("> ")
+        talk.say(f"{PARIS[0]['content']}\n")
+        answer = talk.until(" tok/s", 60)
+        assert "Paris" in answer and "tokens in" in answer
+        total += prompt
+        wait_for(lambda: prompt_tokens() >= total, 10, f"{prompt} tokens of a prompt")
+        assert prompt_tokens() == total
+
+    with vc.Client(server.grpc_url) as client:
+        system = {"role": "system", "content": "You know all about France."}
+        answer = {"role": "assistant", "content": client.chat(PARIS, temperature=0, max_tokens=64).text}
+        bare, second, with_system = (
+            client.chat(messages, max_tokens=1).usage.prompt_tokens
+            for messages in (PARIS, [*PARIS, answer, *PARIS], [system, *PARIS])
+        )
+    assert bare != with_system
+    total = settled()
+    talk = Terminal(command("chat", "-t", "0", "--server", server.grpc_url))
+    try:
+        asks_with(bare)
+        asks_with(second)
+        talk.until("> ")
+        talk.say(f"/system {system['content']}\n")
+        with given_up(server) as runs:
+            talk.until("> ")
+            talk.say(f"{STORY}\n")
+            # The echo, and the first word of the answer.
+            talk.until(f"{STORY}\r\n")
+            talk.until(" ", 60)
+            runs()
+            talk.say("\x03")
+            talk.until("[stopped]")
+        talk.until("> ")
+        talk.say("/reset\n")
+        total = prompt_tokens()
+        asks_with(with_system)
+        talk.say("/exit\n")
+        assert talk.process.wait(20) == 0
+    finally:
+        talk.close()
 
 
 ASK: Any = [{"role": "user", "content": "How is the weather in Paris?"}]
@@ -254,10 +394,10 @@ def test_reasoning_is_told_apart(parsing: Server) -> None:
 
 
 @contextmanager
-def opened(server: Server) -> Iterator[openai.OpenAI]:
+def opened(server: Server, **settings: Any) -> Iterator[openai.OpenAI]:
     """The openai package, through a gateway of its own."""
     with (
-        gateway(server.grpc_url, request_timeout_s=60) as url,
+        gateway(server.grpc_url, **{"request_timeout_s": 60, **settings}) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,
     ):
         yield client

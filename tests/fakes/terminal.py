@@ -45,6 +45,7 @@ class Terminal:
         return head + word
 
     def close(self) -> int:
+        """The exit status; a program that goes on is killed, which is an error."""
         try:
             return self.process.wait(20)
         finally:

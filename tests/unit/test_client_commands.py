@@ -127,6 +127,7 @@ def test_generate_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["generate", "x", "--tls-ca", "/no/ca"], "/no/ca"),
         (["generate", "x", "--api-key-file", "/no/key"], "/no/key"),
         (["chat", "!error UNAVAILABLE full"], "voltriton chat: UNAVAILABLE: full"),
+        (["chat", "!cut 2"], "voltriton chat: UNAVAILABLE: answer cut after 2 tokens"),
         (["chat", " "], "the message is empty"),
         (["models", "--server", "127.0.0.1:1", "--connect-timeout", "0.1"], "nothing answers at 127.0.0.1:1"),
     ],
@@ -135,7 +136,9 @@ def test_failures_are_one_line_and_status_1(
     argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert voltriton(argv) == 1
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
+    # What came of an answer that was cut is there, and nothing else.
+    assert out == ("tok tok \n" if "!cut 2" in argv else "")
     assert words in err
     assert err.count("\n") == 1
 
@@ -338,6 +341,31 @@ def running(*argv: str) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes], IO
         process.wait()
         process.stdout.close()
         process.stderr.close()
+
+
+def test_output_of_another_encoding_shows_escapes() -> None:
+    env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(command("generate", "é 聪明"), env=env, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"\xe9 \\u806a\\u660e\n", b"")
+
+
+def test_full_disk_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command("generate", "x"), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert (done.returncode, done.stderr) == (
+        1,
+        "voltriton generate: cannot write: No space left on device\n",
+    )
+
+
+@pytest.mark.parametrize("locale", ["C.UTF-8", "POSIX"])
+def test_prompt_that_is_no_text(locale: str) -> None:
+    env = {**os.environ, "LC_ALL": locale}
+    done = subprocess.run(command("generate"), input=b"ab\xff", env=env, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr == b"voltriton generate: INVALID_ARGUMENT: -: no UTF-8 text at byte 2\n"
 
 
 def test_closed_pipe_is_no_failure() -> None:

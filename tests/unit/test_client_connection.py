@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import socket
 import ssl
@@ -83,6 +84,26 @@ def test_something_that_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         fails(vc.Client(address, connect_timeout_s=0.3), vc.ConnectionFailed, "gives no answer")
+
+
+def test_tls_at_a_port_that_closes() -> None:
+    """As Triton's HTTP port does; by a reset where it has not read all."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    server.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        try:
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+            client = vc.Client(address, tls=vc.Tls(), connect_timeout_s=0.3)
+            fails(client, vc.CertificateFailed, "closes the connection where TLS begins")
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 def test_busy_server_without_tls_has_no_trouble_with_tls() -> None:

@@ -136,6 +136,7 @@ def test_numbers_that_json_does_not_have(url: str) -> None:
         ("/v1/completions", {"model": "vllm", "prompt": [1], "echo": True}, 400),
         ("/v1/completions", {"model": "vllm", "prompt": "x", "echo": True, "logprobs": 1}, 400),
         ("/v1/completions", {"model": "vllm", "prompt": []}, 400),
+        ("/v1/completions", {"model": "vllm", "prompt": ""}, 400),
         ("/v1/completions", {"model": "vllm", "prompt": ["a", 1]}, 400),
         ("/v1/completions", {"model": "vllm", "prompt": [-1]}, 400),
         ("/v1/embeddings", {"model": "vllm", "input": ""}, 400),
@@ -391,7 +392,7 @@ def test_server_that_goes_and_comes_back() -> None:
         one.stop()
         wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
         response = httpx.post(url + CHAT, json=body())
-        assert response.status_code == 503
+        assert response.status_code == 503 and error(response)["code"] == "model_not_ready"
         assert one.address in error(response)["message"]
 
 
@@ -515,7 +516,7 @@ def test_command_serves_and_ends(server: FakeServer) -> None:
         answer = httpx.post(url + CHAT, json=body("from outside")).json()
         assert answer["choices"][0]["message"]["content"] == "from outside"
         process.terminate()
-        assert process.communicate(timeout=20)[1] == ""
+        assert process.communicate(timeout=20)[1] == "" and process.returncode == 0
     finally:
         process.kill()
         process.communicate()

@@ -113,6 +113,11 @@ class Talk:
             self._stream(messages, collector)
         except KeyboardInterrupt:
             stopped = True
+        except VoltritonError:
+            # The error's line is to begin on a line of its own.
+            if collector.result().text:
+                print()
+            raise
         result = collector.result()
         print("" if not stopped else " [stopped]")
         if result.text:
@@ -145,7 +150,6 @@ class Talk:
         try:
             self.answer(line)
         except VoltritonError as error:
-            print()
             fail("chat", error)
 
     def _order(self, line: str) -> None:

@@ -106,11 +106,14 @@ def _api_key(args: argparse.Namespace) -> str | None:
 def read_text(path: str) -> str:
     """A file's text, `-` for standard input. InvalidArgument: it cannot be read, or is no UTF-8."""
     try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text("utf-8")
+        text = sys.stdin.read() if path == "-" else Path(path).read_text("utf-8")
+        # Where the locale says nothing of UTF-8, Python reads wrong bytes as half surrogate pairs.
+        text.encode("utf-8")
     except OSError as error:
         raise InvalidArgument(f"{path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise InvalidArgument(f"{path}: no UTF-8 text at byte {error.start}") from error
+    return text
 
 
 def aside(work: Callable[[], T]) -> T:

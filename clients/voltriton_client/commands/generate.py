@@ -67,7 +67,7 @@ def one(client: Client, args: argparse.Namespace, sampling: dict[str, Any]) -> i
                     print(chunk.text, end="", flush=True)
         except VoltritonError:
             # The error's line is to begin on a line of its own.
-            if not args.json:
+            if not args.json and collector.result().text:
                 print()
             raise
     print(json.dumps(summary(collector.result()), ensure_ascii=False) if args.json else "")

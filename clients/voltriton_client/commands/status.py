@@ -157,7 +157,10 @@ def text_of(status: dict[str, Any]) -> str:
     for model, numbers in (status["engine"] or {}).items():
         lines += [
             "",
-            f"engine {model}: " + ", ".join(f"{word} {_number(word, numbers[word])}" for word in numbers),
+            f"engine {model}: "
+            + ", ".join(
+                f"{word} {_number(word, numbers[word])}" for word in ENGINE_METRICS if word in numbers
+            ),
         ]
     if "engine_note" in status:
         lines += ["", status["engine_note"]]

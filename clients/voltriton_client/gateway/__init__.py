@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import logging
+import signal
 import socket
 import sys
 
@@ -39,6 +40,8 @@ def main(argv: list[str]) -> int:
         timeout_keep_alive=30,
         timeout_graceful_shutdown=args.grace,
     )
+    # When all has ended well, uvicorn sends the signal once more: stopped as asked is status 0.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     with listener:
         uvicorn.Server(config).run(sockets=[listener])
     return 0

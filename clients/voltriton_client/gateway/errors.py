@@ -47,6 +47,7 @@ _STATUS: Sequence[tuple[type[family.VoltritonError], int, str, str]] = (
     (family.DeadlineExceeded, 504, "server_error", "timeout"),
     (family.AnswerCut, 502, "server_error", "answer_cut"),
     (family.Cancelled, 503, "server_error", "cancelled"),
+    (family.ModelNotReady, 503, "server_error", "model_not_ready"),
     (family.Unavailable, 503, "server_error", "overloaded"),
     (family.ConnectionFailed, 503, "server_error", "upstream_unreachable"),
     (family.Unauthenticated, 502, "server_error", "upstream_refuses_key"),
@@ -67,7 +68,7 @@ def _param(error: family.VoltritonError) -> str | None:
     if type(error) is not family.InvalidArgument:
         return None
     head = message.split(":", 1)[0]
-    if ": " not in message or " " in head or not head:
+    if ": " not in message or " " in head or head in ("", "request"):
         return None
     return head.removeprefix("sampling_parameters.")
 

@@ -32,7 +32,7 @@ class Strict(BaseModel):
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Stop = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class StreamOptions(Strict):
@@ -48,7 +48,7 @@ class Sampling(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
@@ -61,7 +61,7 @@ class Sampling(Strict):
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
-    bad_words: list[Stop] | None = None
+    bad_words: list[Text] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -83,8 +83,8 @@ class Sampling(Strict):
 
 
 Prompt = (
-    str
-    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+    Text
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
     | Annotated[list[TokenId], Field(min_length=1)]
     | Annotated[
         list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)
@@ -241,8 +241,8 @@ class ChatRequest(Sampling):
 class EmbeddingRequest(Strict):
     model: Name
     input: (
-        Annotated[str, Field(min_length=1)]
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_INPUTS)]
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
         | Annotated[list[TokenId], Field(min_length=1)]
         | Annotated[
             list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_INPUTS)
