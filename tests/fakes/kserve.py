@@ -13,12 +13,13 @@ The prompt (or the last message's text) says what happens:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
+from voltriton_client.response import is_last
 from voltriton_client.tensors import pack, unpack
 
 CONTRACT_INPUTS = [
@@ -46,6 +48,7 @@ CONTRACT_INPUTS = [
     "priority",
     "timeout_ms",
     "request_id",
+    "cancel",
     "return_token_ids",
     "return_stop_reason",
     "return_num_cached_tokens",
@@ -94,6 +97,12 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.metadata: list[dict[str, str]] = []
         self.cancelled: list[str] = []
         self.streams = 0
+        # Streams that their client reset.
+        self.resets = 0
+        # When set, a request that cancels is answered and does nothing.
+        self.deaf = False
+        # Requests in work, by id: what ends them.
+        self.open: dict[str, threading.Event] = {}
         # Requests in work now.
         self.active: set[int] = set()
         self.refuse_ready = False
@@ -178,53 +187,102 @@ class FakeServer(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
         self.streams += 1
         self.metadata.append(dict(context.invocation_metadata()))
-        gone = threading.Event()
-        context.add_callback(gone.set)
-        out: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(target=self._receive, args=(requests, out, gone), daemon=True).start()
+        stream = OneStream(context, self._reset)
+        threading.Thread(target=self._receive, args=(requests, stream), daemon=True).start()
         with_code = self.metadata[-1].get("triton_grpc_error") == "true"
-        while (item := out.get()) is not None:
+        while (item := stream.out.get()) is not None:
             if isinstance(item, Status):
+                stream.ended = True
+                if item.code is grpc.StatusCode.OK:
+                    return
                 context.abort(item.code, item.text)
             if with_code and item.error_message:
                 word = item.error_message.split(":")[0]
+                stream.ended = True
                 context.abort(_GRPC.get(word, grpc.StatusCode.INTERNAL), item.error_message)
             yield item
+        stream.ended = True
 
-    def _receive(self, requests: Iterator[Any], out: Any, gone: threading.Event) -> None:
+    def _reset(self) -> None:
+        self.resets += 1
+
+    def _receive(self, requests: Iterator[Any], stream: OneStream) -> None:
         """Each request of the stream answers in a thread of its own, as instances of a decoupled model do."""
         workers = []
-        try:
+        # The client may leave: gRPC then ends the iterator with an exception of its own.
+        with contextlib.suppress(Exception):
             for request in requests:
-                worker = threading.Thread(target=self._work, args=(request, out, gone), daemon=True)
+                worker = threading.Thread(target=self._work, args=(request, stream), daemon=True)
                 worker.start()
                 workers.append(worker)
-        except Exception:
-            # The client has left: gRPC ends the iterator with an exception of its own.
-            gone.set()
         for worker in workers:
             worker.join()
-        out.put(None)
+        stream.out.put(None)
 
-    def _work(self, request: Any, out: Any, gone: threading.Event) -> None:
+    def _work(self, request: Any, stream: OneStream) -> None:
         asked = read(request)
         self.asked.append(asked)
+        if "cancel" in asked:
+            stream.out.put(self._cancel(request, asked["cancel"]))
+            return
         self.active.add(id(request))
+        gone = self.open[request.id] = stream.begin()
+        last = False
         try:
-            if self.overload:
-                out.put(failed(request.id, self.overload))
-                return
-            for item in answer(request, asked, gone):
+            for item in self._answer(request, asked, gone):
                 if gone.is_set():
-                    self.cancelled.append(request.id)
-                    return
-                out.put(item)
+                    break
+                stream.out.put(item)
+                last = isinstance(item, Status) or is_last(item)
         except Exception as error:
-            out.put(failed(request.id, f"INTERNAL: fake: {error!r}"))
+            stream.out.put(failed(request.id, f"INTERNAL: fake: {error!r}"))
         finally:
             self.active.discard(id(request))
-        if gone.is_set():
+            self.open.pop(request.id, None)
+        if gone.is_set() and not last:
             self.cancelled.append(request.id)
+            stream.out.put(failed(request.id, "CANCELLED: Request was cancelled"))
+
+    def _answer(self, request: Any, asked: Asked, gone: threading.Event) -> Iterator[Any]:
+        if self.overload:
+            yield failed(request.id, self.overload)
+        else:
+            yield from answer(request, asked, gone)
+
+    def _cancel(self, request: Any, victim: str) -> Any:
+        if "cancel" not in self.models[request.model_name].inputs:
+            # Triton's own words; the client may have asked for the inputs before the model was loaded anew.
+            return failed("", "unexpected inference input 'cancel' for model 'vllm'")
+        if self.deaf:
+            return response(request.id, {}, True)
+        if gone := self.open.get(victim):
+            gone.set()
+        return response(request.id, {"text_output": ("BYTES", [""])}, True)
+
+
+class OneStream:
+    """A client's stream: what is to be sent on it, and what ends each of its requests."""
+
+    def __init__(self, context: Any, on_reset: Callable[[], None]) -> None:
+        self.out: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.ended = False
+        self._context = context
+        self._on_reset = on_reset
+        self._requests: list[threading.Event] = []
+        context.add_callback(self._over)
+
+    def begin(self) -> threading.Event:
+        gone = threading.Event()
+        self._requests.append(gone)
+        if not self._context.is_active():
+            gone.set()
+        return gone
+
+    def _over(self) -> None:
+        if not self.ended:
+            self._on_reset()
+        for gone in self._requests:
+            gone.set()
 
 
 @dataclass
@@ -281,8 +339,7 @@ def answer(request: Any, asked: Asked, gone: threading.Event) -> Iterator[Any]:
         yield failed(request.id, rest)
     elif word in ("!cut", "!end"):
         yield from tokens(request.id, asked, ["tok "] * int(rest), ended=False)
-        if word == "!cut":
-            yield Status(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+        yield Status(grpc.StatusCode.UNAVAILABLE if word == "!cut" else grpc.StatusCode.OK, "Socket closed")
     elif word in ("!long", "!silent"):
         yield from until_gone(request.id, asked, gone, word == "!long")
     elif word in ("!slow", "!late"):

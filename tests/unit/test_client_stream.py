@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 import voltriton_client as vc
-from kserve import OFFICIAL_INPUTS, FakeServer, Model
+from kserve import CONTRACT_INPUTS, OFFICIAL_INPUTS, FakeServer, Model
 from voltriton_client.errors import from_text
 from voltriton_client.request import request_for
 
@@ -132,6 +133,173 @@ def test_closing_from_another_thread_ends_the_waiting_one(client: vc.Client) -> 
         next(stream)
 
 
+async def until_open(server: FakeServer) -> None:
+    while not server.open:
+        await asyncio.sleep(0.005)
+
+
+def leave(server: FakeServer, prompt: str, **options: Any) -> None:
+    """Ask for an answer and close it after its first chunk."""
+    with vc.Client(server.address) as client, client.stream(prompt, **options) as stream:
+        next(stream)
+
+
+def leave_async(server: FakeServer, prompt: str, **options: Any) -> None:
+    async def main() -> None:
+        async with (
+            vc.AsyncClient(server.address) as client,
+            aclosing(client.stream(prompt, **options)) as chunks,
+        ):
+            await anext(chunks)
+
+    asyncio.run(main())
+
+
+def cancel_task(server: FakeServer, prompt: str, **options: Any) -> None:
+    """The task is cancelled while it waits for gRPC."""
+
+    async def main() -> None:
+        async with vc.AsyncClient(server.address) as client:
+            task = asyncio.create_task(client.generate(prompt, **options))
+            await until_open(server)
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+
+    asyncio.run(main())
+
+
+def close_client(server: FakeServer, prompt: str, **options: Any) -> None:
+    """The client is closed, and the answer is not."""
+    client = vc.Client(server.address)
+    stream = client.stream(prompt, **options)
+    next(stream)
+    client.close()
+    with pytest.raises(vc.Cancelled):
+        list(stream)
+
+
+def close_async_client(server: FakeServer, prompt: str, **options: Any) -> None:
+    async def main() -> None:
+        client = vc.AsyncClient(server.address)
+        task = asyncio.create_task(client.generate(prompt, **options))
+        await until_open(server)
+        await client.close()
+        with pytest.raises(vc.Cancelled):
+            await task
+
+    asyncio.run(main())
+
+
+WAYS = [leave, leave_async, cancel_task, close_client, close_async_client]
+in_every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+
+
+@in_every_way
+def test_leaving_cancels_by_a_request_and_resets_no_stream(way: Callable[..., None]) -> None:
+    """Triton 24.10 leaks what a reset crosses."""
+    with FakeServer() as server:
+        way(server, "!long", request_id="victim")
+        assert [asked["cancel"] for asked in server.asked if "cancel" in asked] == ["victim"]
+        assert (server.cancelled, server.resets) == (["victim"], 0)
+
+
+@in_every_way
+def test_leaving_what_cannot_be_cancelled_resets_the_stream_at_once(
+    way: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vc.core, "LEAVE_S", 60)
+    with FakeServer() as server:
+        server.models["vllm"] = Model([name for name in CONTRACT_INPUTS if name != "cancel"])
+        way(server, "!long", request_id="victim")
+        wait_for(lambda: server.cancelled == ["victim"])
+        assert (server.resets, len(server.asked)) == (1, 1)
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_server_that_does_not_cancel_has_the_stream_reset(
+    monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    monkeypatch.setattr(vc.core, "LEAVE_S", 60 if refuses else 0.1)
+    with FakeServer() as server:
+        server.deaf = not refuses
+        with vc.Client(server.address) as client, client.stream("!long") as stream:
+            next(stream)
+            if refuses:
+                server.models["vllm"] = Model(OFFICIAL_INPUTS)
+        wait_for(lambda: server.resets == 1 and not server.active)
+
+        async def main() -> None:
+            async with vc.AsyncClient(server.address) as client:
+                client._inputs["vllm"] = frozenset(CONTRACT_INPUTS)
+                async with aclosing(client.stream("!long")) as chunks:
+                    await anext(chunks)
+
+        asyncio.run(main())
+        wait_for(lambda: server.resets == 2 and not server.active)
+
+
+def test_leaving_before_anything_was_sent_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vc.core, "LEAVE_S", 60)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with vc.Client(address) as client:
+            client._inputs["vllm"] = frozenset(CONTRACT_INPUTS)
+            stream = client.stream("x")
+            threading.Timer(0.1, stream.close).start()
+            with pytest.raises(vc.Cancelled):
+                next(stream)
+
+        async def main() -> None:
+            async with vc.AsyncClient(address) as client:
+                client._inputs["vllm"] = frozenset(CONTRACT_INPUTS)
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(client.generate("x"), 0.1)
+
+        asyncio.run(asyncio.wait_for(main(), 5))
+
+
+def test_leaving_after_the_end_sends_nothing() -> None:
+    with FakeServer() as server:
+        for way in (leave, leave_async):
+            way(server, "one")
+        assert (len(server.asked), server.resets) == (2, 0)
+
+
+def test_one_answer_of_a_shared_stream_is_cancelled_alone() -> None:
+    async def main(address: str) -> None:
+        async with vc.AsyncClient(address) as client, client.open_stream() as shared:
+            other = asyncio.create_task(shared.generate("!late 0.3 a b"))
+            async with aclosing(shared.stream("!long", request_id="second")) as chunks:
+                await anext(chunks)
+            assert (await other).text == "a b"
+
+    with FakeServer() as server:
+        with vc.Client(server.address) as client, client.open_stream() as shared:
+            other, victim = shared.stream("!late 0.3 a b"), shared.stream("!long", request_id="first")
+            next(victim)
+            victim.close()  # type: ignore[attr-defined]
+            wait_for(lambda: server.cancelled == ["first"])
+            assert "".join(chunk.text for chunk in other) == "a b"
+        asyncio.run(main(server.address))
+        assert (server.cancelled, server.resets, server.streams) == (["first", "second"], 0, 2)
+
+
+def test_closing_a_shared_stream_resets_it_only_where_it_must() -> None:
+    with FakeServer() as server, vc.Client(server.address) as client:
+        for inputs, resets in ((CONTRACT_INPUTS, 0), (OFFICIAL_INPUTS, 1)):
+            server.models["m"] = Model(inputs)
+            client._inputs.clear()
+            with client.open_stream() as shared:
+                streams = [shared.stream("!long", model="m") for _ in range(3)]
+                for stream in streams:
+                    next(stream)
+            for stream in streams:
+                with pytest.raises(vc.Cancelled):
+                    list(stream)
+            wait_for(lambda resets=resets: server.resets == resets and not server.active)
+
+
 def test_deadline_is_the_servers_and_ours(server: FakeServer, client: vc.Client) -> None:
     with pytest.raises(vc.DeadlineExceeded, match="timeout_ms"):
         client.generate("!silent", timeout_s=0.2)
@@ -236,7 +404,7 @@ def test_closing_a_shared_stream_cancels_all_of_it(server: FakeServer, client: v
             next(stream)
     wait_for(lambda: {"shared-0", "shared-1", "shared-2"} <= set(server.cancelled))
     with pytest.raises(vc.Cancelled):
-        next(streams[0])
+        list(streams[0])
 
 
 def test_time_limit_on_a_shared_stream(server: FakeServer) -> None:

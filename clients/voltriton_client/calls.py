@@ -1,0 +1,185 @@
+"""One request on a gRPC stream of its own, for both clients, and how to leave it before its end.
+
+Triton 24.10 leaks the response and the connection of a stream that is reset just as its last response is sent. So where
+the model takes `cancel`, the stream stays open for that one more request, and is read to its end. Only where that is no
+use it is reset: the model has no such input, nothing was sent yet, or the server does not end it in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import grpc
+
+from voltriton_client import core
+from voltriton_client.response import is_last
+
+
+class _Talk:
+    """What was said on a stream: its request (`message`), that one's end, and what cancels it (`cancel`)."""
+
+    def __init__(self, message: Any, cancel: Any | None, put: Callable[[Any], None]) -> None:
+        self._cancel = cancel
+        self._put = put
+        # Whether the request has left this process, its last response has come, the server will not cancel it.
+        self.sent = self.ended = self.refused = False
+        self._left = False
+        put(message)
+        if cancel is None:
+            put(None)
+
+    def hear(self, response: Any) -> bool:
+        """Whether the response belongs to the request."""
+        self.sent = True
+        response_id = response.infer_response.id
+        if self._left and response_id in ("", self._cancel and self._cancel.id):
+            self.refused = bool(response.error_message)
+            return False
+        if is_last(response):
+            self.ended = True
+            self._put(None)
+        return True
+
+    def leave(self) -> bool:
+        """Cancels the request unless it has ended; False: that cannot be said here, the stream must be reset."""
+        self._left = True
+        tells = self.sent and self._cancel is not None
+        if tells and not self.ended:
+            self._put(self._cancel)
+        self._put(None)
+        return tells or self.ended
+
+
+class Call(Iterator[Any]):
+    """The responses; for threads."""
+
+    def __init__(self, open_stream: Callable[[Iterator[Any]], Any], message: Any, cancel: Any | None) -> None:
+        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._talk = _Talk(message, cancel, self._outgoing.put)
+        self._reading = threading.Lock()
+        self.left = False
+        self.over = threading.Event()
+        self._call = open_stream(self._requests())
+        self.when_over(self.over.set)
+
+    def _requests(self) -> Iterator[Any]:
+        for message in iter(self._outgoing.get, None):
+            yield message
+            self._talk.sent = True
+
+    def when_over(self, then: Callable[[], None]) -> None:
+        if not self._call.add_callback(then):
+            then()
+
+    def __next__(self) -> Any:
+        while True:
+            with self._reading:
+                try:
+                    response = next(self._call)
+                except (StopIteration, grpc.RpcError):
+                    self.over.set()
+                    raise
+            if self._talk.hear(response):
+                return response
+            if self._talk.refused:
+                self._call.cancel()
+
+    def leave(self) -> None:
+        """Nobody wants the rest: cancels the request. `over` is set soon, in `core.LEAVE_S` at the latest."""
+        if self.left:
+            return
+        self.left = True
+        if not self._talk.leave():
+            self._call.cancel()
+        elif not self.over.is_set():
+            self._read_out()
+
+    def _read_out(self) -> None:
+        """On a thread of its own: this one may be gRPC's, where the garbage collector found the stream."""
+        try:
+            threading.Thread(target=self._read_rest, name="voltriton-leave", daemon=True).start()
+            limit = threading.Timer(core.LEAVE_S, self._call.cancel)
+            limit.daemon = True
+            limit.start()
+            self.when_over(limit.cancel)
+        except RuntimeError:  # the interpreter is ending
+            self._call.cancel()
+
+    def _read_rest(self) -> None:
+        with contextlib.suppress(grpc.RpcError):
+            for _ in self:
+                pass
+
+
+class AsyncCall(AsyncIterator[Any]):
+    """The responses; for asyncio."""
+
+    def __init__(
+        self, open_stream: Callable[[AsyncIterator[Any]], Any], message: Any, cancel: Any | None
+    ) -> None:
+        self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
+        self._talk = _Talk(message, cancel, self._outgoing.put_nowait)
+        self._turn = asyncio.Lock()
+        self._reading: asyncio.Task[Any] | None = None
+        self.left = False
+        self._call = open_stream(self._requests())
+
+    async def _requests(self) -> AsyncIterator[Any]:
+        while (message := await self._outgoing.get()) is not None:
+            yield message
+            self._talk.sent = True
+
+    def when_over(self, then: Callable[[], None]) -> None:
+        self._call.add_done_callback(lambda _: then())
+
+    async def __anext__(self) -> Any:
+        async with self._turn:
+            if self._reading is None:
+                self._reading = asyncio.create_task(self._read())
+            reading = self._reading
+            try:
+                # gRPC resets a stream whose reader is cancelled: so it is not the caller who reads.
+                response = await asyncio.shield(reading)
+            finally:
+                if reading.done():
+                    self._reading = None
+        if response is None:
+            raise StopAsyncIteration
+        return response
+
+    async def _read(self) -> Any | None:
+        try:
+            async for response in self._call:
+                if self._talk.hear(response):
+                    return response
+                if self._talk.refused:
+                    self._call.cancel()
+        except asyncio.CancelledError:
+            # grpc.aio raises this in the reader, too, when the call is reset from this side.
+            if not self._call.cancelled():
+                raise
+        return None
+
+    def leave(self) -> bool:
+        """Nobody wants the rest: cancels the request. True: `read_rest` is to be awaited."""
+        if self.left or self._call.done():
+            self._outgoing.put_nowait(None)
+            return False
+        self.left = True
+        if not self._talk.leave():
+            self._call.cancel()
+            return False
+        return True
+
+    async def read_rest(self) -> None:
+        """Returns when the stream is over, after `core.LEAVE_S` at the latest."""
+        with contextlib.suppress(TimeoutError, grpc.RpcError, asyncio.CancelledError):
+            async with asyncio.timeout(core.LEAVE_S):
+                async for _ in self:
+                    pass
+        self._call.cancel()
