@@ -99,3 +99,16 @@ def test_a_call_is_told_apart_by_the_gateway(create: Any, how: dict[str, Any]) -
                 name += call.function.name or ""
                 streamed += call.function.arguments or ""
     assert (name, json.loads(streamed)) == ("weather", arguments)
+
+
+def test_what_the_tool_said_is_answered(create: Any) -> None:
+    """The talk goes on with the call and its result, as every agent sends them."""
+    call = create(tool_choice="required").choices[0].message.tool_calls[0].model_dump()
+    messages = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "17 degrees, light rain"},
+    ]
+    assert create(messages=messages, max_tokens=8).choices[0].message.content.strip()
+    events = create(messages=messages, max_tokens=8, stream=True)
+    assert "".join(event.choices[0].delta.content or "" for event in events).strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
@@ -106,8 +107,11 @@ class VllmEngine:
         params = ChatParams(chat_template_kwargs=options)
 
         async def render() -> Any:
+            # A copy: for the template vLLM turns the arguments of former tool calls from text into objects, in place,
+            # and its parser of the answer then refuses these messages.
+            messages = copy.deepcopy(chat["messages"])
             _, inputs = await self._llm.renderer.render_chat_async(
-                [chat["messages"]], params, self._token_params(False)
+                [messages], params, self._token_params(False)
             )
             return inputs
 
