@@ -40,6 +40,7 @@ class AsyncClient:
         self._inputs: dict[str, frozenset[str]] = {}
         self._calls: set[AsyncCall] = set()
         self._leaving: set[asyncio.Task[None]] = set()
+        self._shared: set[AsyncSharedStream] = set()
 
     async def close(self) -> None:
         """Cancel what is still open, and end the connection."""
@@ -47,6 +48,8 @@ class AsyncClient:
             self._leave(call)
         if self._leaving:
             await asyncio.wait(self._leaving)
+        for shared in list(self._shared):
+            await shared.close()
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -185,6 +188,7 @@ class AsyncSharedStream:
         self._over: VoltritonError | None = None
         self._call = client._stub.ModelStreamInfer(self._outgoing(), metadata=client.target.call_metadata)
         self._reader = asyncio.create_task(self._read())
+        client._shared.add(self)
 
     async def stream(
         self, prompt: str | Request | None = None, **options: Any
@@ -220,6 +224,7 @@ class AsyncSharedStream:
 
     async def close(self) -> None:
         """Cancel what is still open, and end the stream."""
+        self._client._shared.discard(self)
         cancels = self._router.cancels()
         for message in cancels:
             self._requests.put_nowait(message)  # None, where nothing cancels one, ends the sending

@@ -12,12 +12,13 @@ import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
 from voltriton_client import core
 from voltriton_client.response import is_last
+from voltriton_client.types import Chunk
 
 
 class _Talk:
@@ -114,6 +115,30 @@ class Call(Iterator[Any]):
         with contextlib.suppress(grpc.RpcError):
             for _ in self:
                 pass
+
+
+class Stream(Iterator[Chunk]):
+    """The chunks of one answer. Closing it (or leaving its `with`) before the end cancels the request."""
+
+    def __init__(self, chunks: Iterator[Chunk], cancel: Callable[[], None]) -> None:
+        self._chunks = chunks
+        self._cancel = cancel
+
+    def __next__(self) -> Chunk:
+        return next(self._chunks)
+
+    def close(self) -> None:
+        """Cancel the request. Another thread that is iterating gets Cancelled."""
+        self._cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class AsyncCall(AsyncIterator[Any]):

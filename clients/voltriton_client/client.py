@@ -12,37 +12,13 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from voltriton_client import core
-from voltriton_client.calls import Call
+from voltriton_client.calls import Call, Stream
 from voltriton_client.channel import MAX_MESSAGE_BYTES, Target, Tls
 from voltriton_client.errors import Cancelled, VoltritonError
 from voltriton_client.request import Request, request_for
 from voltriton_client.response import ResponseReader
 from voltriton_client.shared import SharedStream
 from voltriton_client.types import Chunk, Collector, ModelInfo, Result
-
-
-class Stream(Iterator[Chunk]):
-    """The chunks of one answer. Closing it (or leaving its `with`) before the end cancels the request."""
-
-    def __init__(self, chunks: Iterator[Chunk], cancel: _CallHolder) -> None:
-        self._chunks = chunks
-        self._call = cancel
-
-    def __next__(self) -> Chunk:
-        return next(self._chunks)
-
-    def close(self) -> None:
-        """Cancel the request. Another thread that is iterating gets Cancelled."""
-        self._call.cancel()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class _CallHolder:
@@ -86,6 +62,7 @@ class Client:
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._inputs: dict[str, frozenset[str]] = {}
         self._calls: set[Call] = set()
+        self._shared: set[SharedStream] = set()
 
     def close(self) -> None:
         """Cancel what is still open, and end the connection."""
@@ -94,6 +71,8 @@ class Client:
             call.leave()
         for call in calls:
             call.over.wait(core.LEAVE_S)
+        for shared in list(self._shared):
+            shared.close()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -137,7 +116,7 @@ class Client:
     def stream(self, prompt: str | Request | None = None, **options: Any) -> Stream:
         """Stream an answer (arguments: `request_for`). The request goes out at the first `next`."""
         holder = _CallHolder()
-        return Stream(self._chunks(request_for(prompt, **options), holder), holder)
+        return Stream(self._chunks(request_for(prompt, **options), holder), holder.cancel)
 
     def generate(self, prompt: str | Request | None = None, **options: Any) -> Result:
         """The whole answer at once. The arguments are those of `request_for`."""

@@ -160,8 +160,7 @@ class Router:
 
     def drop(self, request_id: str) -> list[Any]:
         """Listen no more; returns what is to be sent (at most one message), so that the server works no more."""
-        self._open.pop(request_id, None)
-        cancel = self._unended.get(request_id)
+        cancel = self._unended.get(request_id) if self._open.pop(request_id, None) else None
         return [] if cancel is None else [cancel]
 
     def cancels(self) -> list[Any | None]:

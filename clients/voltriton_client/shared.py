@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Self
 import grpc
 
 from voltriton_client import core
-from voltriton_client.errors import VoltritonError
+from voltriton_client.calls import Stream
+from voltriton_client.errors import Cancelled, VoltritonError
 from voltriton_client.request import Request, request_for
 from voltriton_client.response import ResponseReader
 from voltriton_client.types import Chunk, Collector, Result
@@ -41,18 +42,26 @@ class SharedStream:
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._router = core.Router()
         self._over: VoltritonError | None = None
+        self._closed = False
         self._lock = threading.Lock()
         self._call = client._stub.ModelStreamInfer(
             iter(self._requests.get, None), metadata=client.target.call_metadata
         )
         self._reader = threading.Thread(target=self._read, name="voltriton-stream", daemon=True)
         self._reader.start()
+        client._shared.add(self)
 
-    def stream(self, prompt: str | Request | None = None, **options: Any) -> Iterator[Chunk]:
+    def stream(self, prompt: str | Request | None = None, **options: Any) -> Stream:
         """Send a request now; the chunks of its answer."""
         request = request_for(prompt, **options)
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        return self._chunks(self._send(request, answers.put), answers)
+        asked = self._send(request, answers.put)
+
+        def cancel() -> None:
+            self._drop(asked)
+            answers.put(Cancelled("this side closed the answer before its end", request.request_id))
+
+        return Stream(self._chunks(asked, answers), cancel)
 
     def generate(self, prompt: str | Request | None = None, **options: Any) -> Result:
         request = request_for(prompt, stream=False, **options)
@@ -80,12 +89,16 @@ class SharedStream:
             if not open_:
                 return
             number, message = _next(ended, open_)
+            if self._closed:
+                raise Cancelled("this side closed the stream")
             if number in open_ and (outcome := self._step(message, *open_[number])):
                 self._drop(open_.pop(number)[0])
                 yield number, outcome
 
     def close(self) -> None:
         """Cancel what is still open, and end the stream."""
+        self._closed = True
+        self._client._shared.discard(self)
         with self._lock:
             cancels = self._router.cancels()
         for message in cancels:

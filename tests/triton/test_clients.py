@@ -19,6 +19,7 @@ from server import Server, fake_repository, wait_for
 from serving import gateway
 from tritonclient.grpc import service_pb2 as pb
 from voltriton.cli import main as voltriton
+from wire_client import ask
 
 
 def script(**steps: Any) -> str:
@@ -161,6 +162,19 @@ def test_forty_requests_on_one_stream(server: Server, client: vc.Client) -> None
     requests = [vc.Request(prompt=f"number {number}") for number in range(40)]
     outcomes = dict(client.generate_many(requests, concurrency=20))
     assert [outcomes[number].text for number in range(40)] == [f"number {n}" for n in range(40)]  # type: ignore[union-attr]
+
+
+def test_one_of_many_is_cancelled_where_no_more_are_let_in(server: Server, client: vc.Client) -> None:
+    idle(server)
+    with client.open_stream() as shared:
+        streams = [shared.stream(SILENT) for _ in range(36)]
+        wait_for(lambda: server.metric("vllm:num_requests_running") == 36, 10, "36 running requests")
+        with pytest.raises(vc.Unavailable, match="overloaded: 36"):
+            shared.generate("one more")
+        streams[7].close()
+        wait_for(lambda: server.metric("vllm:num_requests_running") == 35, 10, "one to end")
+        assert shared.generate("one more").text == "one more"
+    idle(server)
 
 
 def test_async_client(server: Server) -> None:
@@ -378,6 +392,8 @@ def test_engine_that_dies_in_mid_answer(server: Server, client: vc.Client) -> No
         for chunk in client.stream(script(repeat=["x ", 50], die_at=5, delay_ms=20)):
             got.append(chunk.text)
     assert got
+    # While there is no engine.
+    assert ask(server.grpc_url, cancel="gone").last["finish_reason"] == ["None"]
     client.wait_ready("vllm", 20)
 
     def answers() -> bool:

@@ -376,14 +376,20 @@ def test_closed_pipe_is_no_failure() -> None:
         assert err.read() == b""
 
 
-def test_ctrl_c_ends_generate_and_cancels(server: FakeServer) -> None:
+@pytest.mark.parametrize("many", [False, True])
+def test_ctrl_c_ends_generate_and_cancels(server: FakeServer, tmp_path: Path, many: bool) -> None:
+    """By a request: the server sees no stream that is reset, nor a connection that is gone."""
+    prompts = tmp_path / "prompts"
+    prompts.write_text("!long\n!silent\n")
     server.cancelled.clear()
-    with running("generate", "!long") as (process, out, err):
-        out.read(5)
+    resets = server.resets
+    with running("generate", *(["--file", str(prompts)] if many else ["!long"])) as (process, _, err):
+        wait_for(lambda: len(server.open) == 1 + many)
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 130
         assert err.read() == b""
-    wait_for(lambda: server.cancelled)
+    wait_for(lambda: len(server.cancelled) == 1 + many)
+    assert server.resets == resets
 
 
 def test_a_talk_on_a_terminal(server: FakeServer) -> None:

@@ -276,13 +276,35 @@ def test_one_answer_of_a_shared_stream_is_cancelled_alone() -> None:
 
     with FakeServer() as server:
         with vc.Client(server.address) as client, client.open_stream() as shared:
-            other, victim = shared.stream("!late 0.3 a b"), shared.stream("!long", request_id="first")
-            next(victim)
-            victim.close()  # type: ignore[attr-defined]
+            other, victim = shared.stream("!late 0.3 a b"), shared.stream("!silent", request_id="first")
+            threading.Timer(0.05, victim.close).start()
+            with pytest.raises(vc.Cancelled):
+                next(victim)
             wait_for(lambda: server.cancelled == ["first"])
             assert "".join(chunk.text for chunk in other) == "a b"
         asyncio.run(main(server.address))
         assert (server.cancelled, server.resets, server.streams) == (["first", "second"], 0, 2)
+
+
+def test_closing_a_client_ends_its_shared_streams() -> None:
+    async def main(address: str) -> None:
+        client = vc.AsyncClient(address)
+        chunks = client.open_stream().stream("!long")
+        await anext(chunks)
+        await client.close()
+        with pytest.raises(vc.Cancelled):
+            async for _ in chunks:
+                pass
+
+    with FakeServer() as server:
+        client = vc.Client(server.address)
+        stream = client.open_stream().stream("!long")
+        next(stream)
+        client.close()
+        with pytest.raises(vc.Cancelled):
+            list(stream)
+        asyncio.run(main(server.address))
+        assert (len(server.cancelled), server.resets) == (2, 0)
 
 
 def test_closing_a_shared_stream_resets_it_only_where_it_must() -> None:

@@ -15,7 +15,8 @@ import time
 from collections.abc import Generator
 from typing import Any
 
-from voltriton_client.client import Client, Stream
+from voltriton_client.calls import Stream
+from voltriton_client.client import Client
 from voltriton_client.commands.common import (
     add_sampling_options,
     add_server_options,

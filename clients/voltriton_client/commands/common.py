@@ -19,6 +19,8 @@ from voltriton_client.errors import InvalidArgument, VoltritonError
 from voltriton_client.request import DEFAULT_MODEL
 
 T = TypeVar("T")
+# What the command has opened: work that goes on aside is to be cancelled when the command ends by Ctrl-C.
+_clients: list[Client] = []
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -88,13 +90,15 @@ def client_for(args: argparse.Namespace) -> Client:
     tls = None
     if args.tls or args.tls_ca or args.tls_cert or args.tls_key:
         tls = Tls(args.tls_ca, args.tls_cert, args.tls_key)
-    return Client(
+    client = Client(
         args.server,
         tls=tls,
         api_key=_api_key(args),
         connect_timeout_s=args.connect_timeout,
         max_message_bytes=args.max_message_mib * MIB,
     )
+    _clients.append(client)
+    return client
 
 
 def _api_key(args: argparse.Namespace) -> str | None:
@@ -149,10 +153,20 @@ def command(
                 return main(argv) if main_thread else aside(lambda: main(argv))
             except VoltritonError as error:
                 return fail(name, error)
+            except KeyboardInterrupt:
+                aside(_close_clients)
+                raise
+            finally:
+                _clients.clear()
 
         return run
 
     return wrap
+
+
+def _close_clients() -> None:
+    for client in _clients:
+        client.close()
 
 
 def fail(name: str, error: VoltritonError) -> int:
