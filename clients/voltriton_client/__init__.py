@@ -7,8 +7,8 @@ with Client("127.0.0.1:8001") as client:
 """
 
 from voltriton_client.aio import AsyncClient, AsyncSharedStream
-from voltriton_client.channel import Tls
 from voltriton_client.calls import Stream
+from voltriton_client.channel import Tls
 from voltriton_client.client import Client
 from voltriton_client.errors import (
     AnswerCut,
