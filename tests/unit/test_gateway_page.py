@@ -140,6 +140,15 @@ def test_errors_are_shown_and_forgotten(page: Browser, server: FakeServer) -> No
     assert [message["content"] for message in sent] == ["!cut 2", "tok tok ", "good"]
 
 
+def test_a_gateway_that_is_gone_is_said(browser: Browser, server: FakeServer) -> None:
+    with gateway(server.address) as url:
+        browser.go(url)
+        browser.until("document.querySelector('#model').value === 'vllm'")
+    say(browser, "x")
+    settled(browser)
+    assert "no connection to the gateway" in browser.ask("document.querySelector('.error').textContent")
+
+
 def test_key_is_asked_for(browser: Browser, server: FakeServer, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret-key-0123456789\n")
     with gateway(server.address, api_keys_file=str(tmp_path / "keys")) as url:
