@@ -64,6 +64,8 @@ class Call(Iterator[Any]):
         self._talk = _Talk(message, cancel, self._outgoing.put)
         self._reading = threading.Lock()
         self.left = False
+        # By Ctrl-C in this thread, say: gRPC still reads a response, and another reader would break the call.
+        self._interrupted = False
         self.over = threading.Event()
         self._call = open_stream(self._requests())
         self.when_over(self.over.set)
@@ -80,10 +82,15 @@ class Call(Iterator[Any]):
     def __next__(self) -> Any:
         while True:
             with self._reading:
+                if self._interrupted:
+                    raise StopIteration
                 try:
                     response = next(self._call)
                 except (StopIteration, grpc.RpcError):
                     self.over.set()
+                    raise
+                except BaseException:
+                    self._interrupted = True
                     raise
             if self._talk.hear(response):
                 return response

@@ -501,16 +501,12 @@ def test_cancel_by_request_without_a_token_yet_and_from_elsewhere(
         runs(server, 0)
 
 
-@pytest.mark.parametrize("model", ["generate", "chat"])
-def test_cancel_of_a_request_to_a_model_in_front(server: Server, model: str) -> None:
-    prompt = script(repeat=["x ", 4000], delay_ms=10)
-    inputs = (
-        {"text_input": prompt} if model == "generate" else {"messages": [{"role": "user", "content": prompt}]}
-    )
+def test_cancel_of_a_request_to_the_facade(server: Server) -> None:
     with WireClient(server.grpc_url) as client:
-        client.send(build(id="front", model=model, sampling_parameters={"max_tokens": 4000}, **inputs))
+        prompt = script(repeat=["x ", 4000], delay_ms=10)
+        client.send(build(prompt, id="f", model="generate", sampling_parameters={"max_tokens": 4000}))
         runs(server, 1)
-        assert cancel(server, "front").last["finish_reason"] == ["cancelled"]
+        assert cancel(server, "f").last["finish_reason"] == ["cancelled"]
         assert "CANCELLED: " in next(client.messages()).error_message
         runs(server, 0)
 
