@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import make_tiny
+import openai
 import pytest
 import torch
 import transformers
+import voltriton_client as vc
 from PIL import Image
 from repository import real_repository
 from safetensors.torch import save_file
 from server import Server
+from serving import gateway
 from wire_client import WireClient, ask, build
 
 PROMPT = "hello world this is a test"
@@ -161,6 +164,18 @@ def test_embeddings_are_those_of_transformers(tmp_path: Path, tiny: Path) -> Non
         refused = ask(server.grpc_url, PROMPT)
         assert "embed" in (refused.error or "")
         assert ask(server.grpc_url, embedding_request={"input": ""}).error
+        with vc.Client(server.grpc_url) as client:
+            assert torch.allclose(torch.tensor(client.embed(PROMPT)), expected, atol=1e-4)
+        with (
+            gateway(server.grpc_url) as url,
+            openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client,
+        ):
+            # The package asks for base64 by itself.
+            made = client.embeddings.create(model="vllm", input=[PROMPT, PROMPT])
+            assert all(torch.allclose(torch.tensor(e.embedding), expected, atol=1e-4) for e in made.data)
+            assert len(made.data) == 2 and made.usage.prompt_tokens == 2 * len(ids)
+            with pytest.raises(openai.BadRequestError, match="embed"):
+                client.chat.completions.create(model="vllm", messages=[{"role": "user", "content": "x"}])
 
 
 def make_vision_model(folder: Path, tokenizer_from: Path) -> tuple[Any, Any]:
