@@ -149,60 +149,66 @@ class Stream(Iterator[Chunk]):
 
 
 class AsyncCall(AsyncIterator[Any]):
-    """The responses; for asyncio."""
+    """The responses; for asyncio.
+
+    A task of its own reads them, for gRPC resets a stream whose reader is cancelled. It reads `READ_AHEAD` responses
+    ahead at most: a slow caller holds back the server.
+    """
+
+    READ_AHEAD = 4
 
     def __init__(
         self, open_stream: Callable[[AsyncIterator[Any]], Any], message: Any, cancel: Any | None
     ) -> None:
         self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
         self._talk = _Talk(message, cancel, self._outgoing.put_nowait)
-        self._turn = asyncio.Lock()
-        self._reading: asyncio.Task[Any] | None = None
+        # Responses, then None or the grpc.RpcError.
+        self._incoming: asyncio.Queue[Any] = asyncio.Queue(self.READ_AHEAD)
         self.left = False
         self._call = open_stream(self._requests())
+        self._reader = asyncio.create_task(self._read())
 
     async def _requests(self) -> AsyncIterator[Any]:
         while (message := await self._outgoing.get()) is not None:
             yield message
             self._talk.sent = True
 
-    def when_over(self, then: Callable[[], None]) -> None:
-        self._call.add_done_callback(lambda _: then())
-
-    async def __anext__(self) -> Any:
-        async with self._turn:
-            if self._reading is None:
-                self._reading = asyncio.create_task(self._read())
-            reading = self._reading
-            try:
-                # gRPC resets a stream whose reader is cancelled: so it is not the caller who reads.
-                response = await asyncio.shield(reading)
-            finally:
-                if reading.done():
-                    self._reading = None
-        if response is None:
-            raise StopAsyncIteration
-        return response
-
-    async def _read(self) -> Any | None:
+    async def _read(self) -> None:
+        end = None
         try:
             async for response in self._call:
-                if self._talk.hear(response):
-                    return response
-                if self._talk.refused:
-                    self._call.cancel()
+                if not self._talk.hear(response):
+                    if self._talk.refused:
+                        self._call.cancel()
+                elif not self.left:
+                    await self._incoming.put(response)
+        except grpc.RpcError as error:
+            end = error
         except asyncio.CancelledError:
             # grpc.aio raises this in the reader, too, when the call is reset from this side.
             if not self._call.cancelled():
                 raise
-        return None
+        await self._incoming.put(end)
+
+    def when_over(self, then: Callable[[], None]) -> None:
+        self._reader.add_done_callback(lambda _: then())
+
+    async def __anext__(self) -> Any:
+        response = await self._incoming.get()
+        if response is None:
+            raise StopAsyncIteration
+        if isinstance(response, grpc.RpcError):
+            raise response
+        return response
 
     def leave(self) -> bool:
         """Nobody wants the rest: cancels the request. True: `read_rest` is to be awaited."""
-        if self.left or self._call.done():
+        if self.left or self._reader.done():
             self._outgoing.put_nowait(None)
             return False
         self.left = True
+        while not self._incoming.empty():  # the reader may wait for room
+            self._incoming.get_nowait()
         if not self._talk.leave():
             self._call.cancel()
             return False
@@ -210,8 +216,5 @@ class AsyncCall(AsyncIterator[Any]):
 
     async def read_rest(self) -> None:
         """Returns when the stream is over, after `core.LEAVE_S` at the latest."""
-        with contextlib.suppress(TimeoutError, grpc.RpcError, asyncio.CancelledError):
-            async with asyncio.timeout(core.LEAVE_S):
-                async for _ in self:
-                    pass
+        await asyncio.wait([self._reader], timeout=core.LEAVE_S)
         self._call.cancel()
