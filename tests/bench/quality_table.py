@@ -1,10 +1,10 @@
-"""The quality table: perplexity of 16-bit, round to nearest, ours calibrated, ModelOpt's and llm-compressor's default.
+"""The quality table: perplexity and KL divergence (from the 16-bit model, nats a token) of 16-bit, round to nearest, ours calibrated, ModelOpt's and llm-compressor's default.
 
     python tests/bench/quality_texts.py TEXTS
     python tests/bench/quality_table.py MODEL_DIR --calib FILE ... --test FILE ... \\
         --modelopt DIR --llm-compressor DIR                                          # see docs/quality.md
 
-Every checkpoint is made from the same folder and read back by the same code; perplexity is in float32. With `--json`,
+Every checkpoint is made from the same folder and read back by the same code; both measures are in float32. With `--json`,
 rows that the file has are not measured again.
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from voltriton.checkpoint.calibrate import Recipe
 from voltriton.checkpoint.codec import Rule
-from voltriton.checkpoint.comparison import perplexity
+from voltriton.checkpoint.comparison import perplexity, quality
 from voltriton.checkpoint.convert import Options, convert
 from voltriton.checkpoint.source import Source
 from voltriton.checkpoint.texts import load_tokenizer, windows
@@ -108,20 +108,26 @@ def row(
     """Perplexities by text, and what making the checkpoint took."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     if make is None:
-        return perplexities(source, texts) | {"seconds": 0.0, "CPU seconds": 0.0}
+        same = {name: perplexity(Source(source), ids) for name, ids in texts.items()}
+        return same | {f"{name} KL": 0.0 for name in texts} | {"seconds": 0.0, "CPU seconds": 0.0}
     work = Path(tempfile.mkdtemp(prefix="quality."))
     try:
         began, cpu = time.monotonic(), cpu_seconds()
         make(source, work / "out")
         cost = {"seconds": time.monotonic() - began, "CPU seconds": cpu_seconds() - cpu}
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-        return perplexities(work / "out", texts) | cost
+        return compared(work / "out", source, texts) | cost
     finally:
         shutil.rmtree(work)
 
 
-def perplexities(folder: Path, texts: dict[str, list[torch.Tensor]]) -> dict[str, float]:
-    return {name: perplexity(Source(folder), ids) for name, ids in texts.items()}
+def compared(folder: Path, source: Path, texts: dict[str, list[torch.Tensor]]) -> dict[str, float]:
+    """Perplexity by text, and KL."""
+    found = {}
+    for name, ids in texts.items():
+        result = quality(Source(folder), Source(source), ids)
+        found |= {name: result.perplexity, f"{name} KL": result.kl}
+    return found
 
 
 def cpu_seconds() -> float:
@@ -132,11 +138,16 @@ def cpu_seconds() -> float:
 
 def show(name: str, rows: dict[str, dict[str, float]], texts: dict[str, list[torch.Tensor]]) -> None:
     base, worst = rows["16 bit"], rows.get("round to nearest", rows[name])
-    parts = []
-    for text in texts:
-        gap = worst[text] - base[text]
-        closed = f", {(worst[text] - rows[name][text]) / gap:.0%} closed" if gap else ""
-        parts.append(f"{text} {base[text]:.3f} -> {rows[name][text]:.3f}{closed}")
+
+    def closed(key: str) -> str:
+        gap = worst[key] - base[key]
+        return f" ({(worst[key] - rows[name][key]) / gap:.0%} closed)" if gap else ""
+
+    parts = [
+        f"{text} {base[text]:.3f} -> {rows[name][text]:.3f}{closed(text)},"
+        f" KL {rows[name][f'{text} KL']:.5f}{closed(f'{text} KL')}"
+        for text in texts
+    ]
     print(
         f"{name}: {'; '.join(parts)}; made in {rows[name]['seconds']:.0f} s,"
         f" CPU {rows[name]['CPU seconds']:.0f} s",

@@ -19,7 +19,7 @@ from voltriton.checkpoint.codec import Rule, dequantise, quantise
 from voltriton.checkpoint.convert import main
 from voltriton.checkpoint.feedback import Basis, feedback_scales
 from voltriton.checkpoint.layers import LayerwiseModel
-from voltriton.checkpoint.moments import Moments, energy, group_sizes
+from voltriton.checkpoint.moments import Moments, energy, group_sizes, importance
 from voltriton.checkpoint.scales import max_scales, searched_scales
 from voltriton.checkpoint.source import Source
 from voltriton.checkpoint.texts import windows
@@ -262,6 +262,45 @@ def test_input_scales_are_the_largest_activation(layout: Rule, tmp_path: Path) -
         assert config["quant_algo"] == "NVFP4"
     else:
         assert config["config_groups"]["group_0"]["input_activations"]["dynamic"] == "local"
+
+
+class Letters:
+    """A tokenizer with a token a letter; `bos`: the one that it puts before a text, or None."""
+
+    chat_template = None
+
+    def __init__(self, bos: int | None) -> None:
+        self._bos, self.bos_token_id = bos, 0
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        before = [self._bos] if add_special_tokens and self._bos is not None else []
+        return {"input_ids": before + [ord(letter) for letter in text]}
+
+
+@pytest.mark.parametrize("bos", [None, 0])
+def test_windows_begin_as_texts_do_in_use(bos: int | None, tmp_path: Path) -> None:
+    """The token that attention rests on is the first: BOS where the server puts it, otherwise the text's own."""
+    texts = ["A" + "a" * 4, "B" + "b" * 4, "C" + "c" * 17, "D" + "d" * 4, "\0E" + "e" * 30]
+    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    found = ["".join(map(chr, ids[0])) for ids in windows(Letters(bos), [tmp_path / "t.jsonl"], 10**6, 8, 0)]
+    assert {len(window) for window in found} == {8}
+    first = [window.replace("\0", "") if bos is not None else window for window in found]
+    if bos is not None:
+        assert all(window.startswith("\0") and not window.startswith("\0\0") for window in found)
+    assert {"C", "E" if bos is not None else "\0"} <= {window[0] for window in first}
+    for window in first:
+        # A short text is whole in the window that it begins.
+        if window[0] in "ABD" and bos is None:
+            assert window[1:5] == window[0].lower() * 4
+    assert len(windows(Letters(bos), [tmp_path / "t.jsonl"], 16, 8, 0)) == 2
+
+
+def test_tokens_that_attention_rests_on_count_more() -> None:
+    quiet, loud = torch.ones(4), torch.tensor([1.0, 500.0, 1.0, 3.0])
+    counts = importance([[quiet, quiet], [quiet, loud]], 0.5)
+    assert [c.tolist() for c in counts] == [[1.0] * 4, [1.0, 0.5 * 7, 1.0, 1.0]]
+    assert [c.tolist() for c in importance([[quiet]], 0.5)] == [[1.0] * 4]  # a model without any
+    assert importance([[loud]], 0.0)[0].tolist() == [1.0] * 4  # never less than others
 
 
 BAD_TEXTS: dict[str, tuple[str, bytes, str]] = {

@@ -21,7 +21,7 @@ from voltriton.checkpoint.feedback import Basis, feedback_scales
 from voltriton.checkpoint.folder import ModelFolder
 from voltriton.checkpoint.layers import LayerwiseModel, States, Streamed
 from voltriton.checkpoint.layout import tensor_names
-from voltriton.checkpoint.moments import Moments, energy
+from voltriton.checkpoint.moments import Moments, energy, importance
 from voltriton.checkpoint.progress import meter
 from voltriton.checkpoint.scales import searched_scales
 from voltriton.checkpoint.source import Nvfp4, Source, Weight
@@ -34,7 +34,8 @@ STAGE_BYTES = 256 << 20  # of moments kept at a time
 @dataclass(frozen=True)
 class Recipe:
     """How to calibrate. `shrink`: how much of the moments between different inputs is left out, 0 to 1; `follow`: how
-    much of the error that earlier layers left in the inputs is corrected, 0 to 1; `sweeps`: see feedback_scales."""
+    much of the error that earlier layers left in the inputs is corrected, 0 to 1; `sweeps`: see feedback_scales;
+    `sinks`: what the tokens that attention rests on count for, all others together being 1."""
 
     files: list[Path] = field(default_factory=list)
     tokens: int = 16384
@@ -44,6 +45,7 @@ class Recipe:
     shrink: float = 0.3
     follow: float = 1.0
     sweeps: int = 2
+    sinks: float = 0.5
 
 
 def calibrate(
@@ -59,6 +61,7 @@ def calibrate(
     tokenizer = load_tokenizer(source.path)
     text = windows(tokenizer, recipe.files, recipe.tokens, recipe.window, recipe.seed)
     model = LayerwiseModel(source, text, folder.path)
+    counts = importance(_energies(LayerwiseModel(source, text, folder.path)), recipe.sinks)
     by_layer = {i: groups_of_layer(groups, i) for i in range(len(model))}
     outside = set(groups) - {g for members in by_layer.values() for g in members}
     if outside:
@@ -72,7 +75,7 @@ def calibrate(
         writer = _Writer(folder, rule, recipe, input_scale, pool)
         for index, members in by_layer.items():
             with model.layer(index) as layer:
-                work = _Layer(model, layer, index, members, drifted, recipe.follow > 0)
+                work = _Layer(model, layer, index, members, drifted, counts, recipe.follow > 0)
                 for stage in work.stages():
                     todo = [g for g in stage if not writer.done(work.matrices(g))]
                     moments = work.moments(todo)
@@ -116,10 +119,12 @@ class _Layer:
         index: int,
         members: dict[str, list[str]],
         drifted: States | list[torch.Tensor],
+        counts: list[torch.Tensor],
         compare: bool,
     ):
+        """`counts`: see `importance`; `compare`: with the inputs as they should be."""
         self._model, self._layer, self._index, self._members = model, layer, index, members
-        self._drifted, self._compare = drifted, compare
+        self._drifted, self._counts, self._compare = drifted, counts, compare
         self._original = copy.deepcopy(layer)  # norms and biases; the matrices are in their files
         self._reached: dict[str, None] = {}
         hooks = [self._first(g).register_forward_pre_hook(self._note(g)) for g in members]
@@ -176,23 +181,25 @@ class _Layer:
         if not groups:
             return {}
         found = {g: Moments(self._first(g).matrix.spec.shape[1]) for g in groups}
-        for true, drifted, after in zip(self._model.states, self._drifted, self._after, strict=True):
+        states = zip(self._model.states, self._drifted, self._after, self._counts, strict=True)
+        for true, drifted, after, counts in states:
             given = self._inputs(groups, self._layer, drifted)
             experts = [g for g in groups if ".experts." in g]
             wanted = self._inputs(groups, self._original, true) if self._compare and not experts else {}
             for group, inputs in given.items():
-                found[group].add(inputs, self._shares(group, after), wanted.get(group))
+                found[group].add(inputs, self._shares(group, after, counts), wanted.get(group))
         return found
 
-    def _shares(self, group: str, after: torch.Tensor) -> torch.Tensor | None:
+    def _shares(self, group: str, after: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """What each token that the group has just seen counts."""
         module = self._members[group][0]
         if _mixes_tokens(module):
-            return None
+            return counts
+        shares = counts / energy(after)
         expert = self._module(module.rpartition(".")[0])
         if isinstance(expert, Expert):
-            return expert.shares.square() / energy(after)[expert.tokens]
-        return 1 / energy(after)
+            return expert.shares.square() * shares[expert.tokens]
+        return shares
 
     def _inputs(self, groups: list[str], layer: nn.Module, state: torch.Tensor) -> dict[str, torch.Tensor]:
         """By group; an expert that no token was routed to has none."""
@@ -218,6 +225,12 @@ class _Layer:
         self._model.states = self._after
         for i, state in enumerate(self._drifted):
             self._drifted[i] = self._model.run(self._layer, self._index, state)
+
+
+def _energies(model: LayerwiseModel) -> Iterator[list[torch.Tensor]]:
+    """Of every batch's tokens, behind each layer."""
+    for _ in model.passes():
+        yield [energy(state) for state in model.states]
 
 
 def _kind(group: str) -> str:

@@ -188,10 +188,16 @@ class LayerwiseModel:
 
     def forward(self) -> None:
         """Take all states through all layers."""
+        for _ in self.passes():
+            pass
+
+    def passes(self) -> Iterator[None]:
+        """Take all states through one layer after another."""
         for index in range(len(self)):
             with self.layer(index) as layer:
                 for i, state in enumerate(self.states):
                     self.states[i] = self.run(layer, index, state)
+            yield
 
     @staticmethod
     def _first(out: Any) -> torch.Tensor:

@@ -45,19 +45,40 @@ def windows(tokenizer: Any, files: list[Path], tokens: int, window: int, seed: i
 def _windows_of(tokenizer: Any, file: Path, count: int, window: int, seed: int) -> list[torch.Tensor]:
     pieces = list(_pieces(tokenizer, file))
     random.Random(seed).shuffle(pieces)
-    ids: list[int] = []
+    prefix = _prefix(tokenizer)
+    found: list[list[int]] = []
+    ids: list[int] = []  # of the window that is not full yet
     for piece in pieces:
-        ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
-        if len(ids) >= count * window:
+        text = tokenizer(piece, add_special_tokens=False)["input_ids"]
+        if ids:
+            room = window - len(ids)
+            ids += text[:room]
+            if len(ids) < window:
+                continue
+            found.append(ids)
+            ids = []
+            if len(text) <= room:
+                continue
+        # What attention rests on is at the beginning of a text (arXiv:2309.17453), so a text begins a window, also
+        # one of which a part has filled the window before.
+        body = text[len(prefix) :] if text[: len(prefix)] == prefix else text
+        step = window - len(prefix)
+        for begin in range(0, len(body), step):
+            ids = prefix + body[begin : begin + step]
+            if len(ids) == window:
+                found.append(ids)
+                ids = []
+        if len(found) >= count:
             break
-    whole = min(len(ids) // window, count)
-    if whole == 0:
+    if not found:
         raise CheckpointError(f"{file} gives {len(ids)} tokens: at least {window} are needed")
-    cut = torch.tensor(ids[: whole * window]).reshape(whole, window)
-    if tokenizer.bos_token_id is not None:
-        # Texts begin so in use, and the first token is where attention rests.
-        cut = torch.cat([torch.full((whole, 1), tokenizer.bos_token_id), cut[:, :-1]], 1)
-    return list(cut[:, None])
+    return [torch.tensor([one]) for one in found[:count]]
+
+
+def _prefix(tokenizer: Any) -> list[int]:
+    """What the tokenizer, and so the server, puts before every text: the BOS token, or nothing."""
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
 
 
 def _pieces(tokenizer: Any, file: Path) -> Iterator[str]:
