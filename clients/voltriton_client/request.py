@@ -129,8 +129,7 @@ def to_grpc(request: Request, takes: Collection[str] | None = None) -> Any:
 
 def cancel_to_grpc(request: Request) -> Any:
     """The ModelInferRequest that cancels this request."""
-    tensors = [Tensor("cancel", "BYTES", [request.request_id])]
-    return _message(request.model, f"{request.request_id}-cancel", tensors)
+    return _message(request.model, new_request_id(), [Tensor("cancel", "BYTES", [request.request_id])])
 
 
 def _message(model: str, request_id: str, tensors: Sequence[Tensor]) -> Any:
