@@ -12,7 +12,9 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from voltriton_perf.stats import Record
 
 # What a count cannot be: perf_analyzer shows garbage for the numbers of a flag-only response.
 MOST_TOKENS = 1 << 20
+LOOK_S = 1.0  # between two looks at whether the server is still there
 
 
 class AnalyzerError(Exception):
@@ -89,9 +92,7 @@ def run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        raise AnalyzerError(f"perf_analyzer did not end within {timeout_s:g} s") from None
+        output = _output(process, address, timeout_s)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -99,6 +100,31 @@ def run(
     if process.returncode:
         raise AnalyzerError(f"perf_analyzer ended with {ending(process.returncode)}: {failure(output)}")
     return read_export(export)
+
+
+def _output(process: subprocess.Popen[str], address: str, timeout_s: float) -> str:
+    """What it said until its end. Where its server dies it waits for the answers for ever, so that is looked at too."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            return process.communicate(timeout=max(min(LOOK_S, left_s), 0.0))[0]
+        except subprocess.TimeoutExpired:
+            if left_s <= LOOK_S:
+                raise AnalyzerError(f"perf_analyzer did not end within {timeout_s:g} s") from None
+            if _refuses(address):
+                raise AnalyzerError(f"the server went away: nothing listens at {address} any more") from None
+
+
+def _refuses(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), 1.0).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def ending(status: int) -> str:

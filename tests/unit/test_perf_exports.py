@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from voltriton_perf import pa
@@ -110,6 +113,18 @@ def test_never_fewer_requests_than_perf_analyzer_takes() -> None:
     words = pa.options(level, "m", "h:1", Path("in"), Path("out"))
     assert words[words.index("--request-count") + 1] == "13"
     assert "--warmup-request-count" not in words  # with a rate it never ends
+
+
+def test_a_server_that_goes_away_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """perf_analyzer itself waits for ever."""
+    monkeypatch.setattr(pa, "LOOK_S", 0.1)
+    tool: Any = SimpleNamespace(command=["sh", "-c", "sleep 60"])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(AnalyzerError, match=r"did not end within 0\.5 s"):
+            pa.run(tool, Level("concurrency", 1, 1), "m", address, {}, tmp_path, 0.5)
+    with pytest.raises(AnalyzerError, match=f"the server went away: nothing listens at {address}"):
+        pa.run(tool, Level("concurrency", 1, 1), "m", address, {}, tmp_path, 30.0)
 
 
 def test_how_a_process_ended() -> None:
