@@ -2,7 +2,7 @@
 
 Triton 24.10 leaks the response and the connection of a stream that is reset just as its last response is sent. So where
 the model takes `cancel`, the stream stays open for that one more request, and is read to its end. Only where that is no
-use it is reset: the model has no such input, nothing was sent yet, or the server does not end it in time.
+use it is reset: the model has no such input, gRPC has not got the request yet, or the server does not end it in time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class _Talk:
     def __init__(self, message: Any, cancel: Any | None, put: Callable[[Any], None]) -> None:
         self._cancel = cancel
         self._put = put
-        # Whether the request has left this process, its last response has come, the server will not cancel it.
+        # Whether gRPC has got the request (the server may answer before gRPC says that it is sent), its last response
+        # has come, the server will not cancel it.
         self.sent = self.ended = self.refused = False
         self._left = False
         put(message)
@@ -36,7 +37,6 @@ class _Talk:
 
     def hear(self, response: Any) -> bool:
         """Whether the response belongs to the request."""
-        self.sent = True
         response_id = response.infer_response.id
         if self._left and response_id in ("", self._cancel and self._cancel.id):
             self.refused = bool(response.error_message)
@@ -72,8 +72,8 @@ class Call(Iterator[Any]):
 
     def _requests(self) -> Iterator[Any]:
         for message in iter(self._outgoing.get, None):
-            yield message
             self._talk.sent = True
+            yield message
 
     def when_over(self, then: Callable[[], None]) -> None:
         if not self._call.add_callback(then):
@@ -170,8 +170,8 @@ class AsyncCall(AsyncIterator[Any]):
 
     async def _requests(self) -> AsyncIterator[Any]:
         while (message := await self._outgoing.get()) is not None:
-            yield message
             self._talk.sent = True
+            yield message
 
     async def _read(self) -> None:
         end = None

@@ -198,6 +198,7 @@ class Client:
                 core.check_not_left(call.left, reader)
                 return
             except grpc.RpcError as error:
+                core.check_not_left(call.left, reader)
                 if holder.cancelled or not retry.allows(error):
                     raise core.stream_failure(error, self.target, request, reader) from error
             finally:
