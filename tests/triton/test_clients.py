@@ -240,7 +240,7 @@ def test_leaving_early_leaks_no_connection(server: Server, way: Any) -> None:
     slow = script(repeat=["x ", 5], delay_ms=5)
 
     async def many() -> None:
-        for _ in range(11):
+        for _ in range(6):
             slow_ones = [way(server.grpc_url, slow, chance.uniform(0.01, 0.03)) for _ in range(12)]
             quick_ones = [
                 way(server.grpc_url, "a b", max(0.0, chance.uniform(-0.005, 0.005))) for _ in range(12)
