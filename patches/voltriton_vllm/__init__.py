@@ -44,6 +44,10 @@ def register() -> None:
         from voltriton_vllm.sm70 import switch
 
         switch.register()
+    else:
+        from voltriton_vllm import cpu
+
+        cpu.allow_amx()
     from voltriton_vllm import linear
 
     linear.register()

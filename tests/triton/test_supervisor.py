@@ -190,7 +190,7 @@ def test_drain_for_a_prestop_hook(repository: Path, tmp_path: Path) -> None:
         # An engine that is started anew during the drain drains as well.
         os.kill(serve.host_pid(), signal.SIGKILL)
         refused = "UNAVAILABLE: the model is being drained"
-        wait_for(lambda: (ask(serve.grpc_url, "a").error or "").startswith(refused), 20, "the drain to last")
+        wait_for(lambda: (ask(serve.grpc_url, "a").error or "").startswith(refused), 60, "the drain to last")
 
 
 def test_drain_without_a_server() -> None:
