@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from voltriton_client import core
-from voltriton_client.calls import AsyncCall
+from voltriton_client.calls import AsyncCall, start
 from voltriton_client.channel import MAX_MESSAGE_BYTES, Target, Tls
 from voltriton_client.errors import VoltritonError
 from voltriton_client.request import Request, request_for
@@ -145,7 +145,7 @@ class AsyncClient:
     ) -> AsyncGenerator[Any, None]:
         retry = core.Retry(self.target)
         while True:
-            call = self._call(request, message, takes)
+            call = start(AsyncCall, self, request, message, takes)
             try:
                 async for response in call:
                     yield response
@@ -157,18 +157,6 @@ class AsyncClient:
             finally:
                 self._leave(call)
             await asyncio.sleep(core.RETRY_PAUSE_S)
-
-    def _call(self, request: Request, message: Any, takes: frozenset[str]) -> AsyncCall:
-        limit_s = core.rpc_timeout_s(request, takes)
-        metadata = self.target.call_metadata
-        call = AsyncCall(
-            lambda requests: self._stub.ModelStreamInfer(requests, metadata=metadata, timeout=limit_s),
-            message,
-            core.cancel_for(request, takes),
-        )
-        self._calls.add(call)
-        call.when_over(lambda: self._calls.discard(call))
-        return call
 
     def _leave(self, call: AsyncCall) -> None:
         """Cancels what has not ended; its stream is read to the end in the background."""

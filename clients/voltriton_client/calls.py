@@ -12,11 +12,12 @@ import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import grpc
 
 from voltriton_client import core
+from voltriton_client.request import Request
 from voltriton_client.response import is_last
 from voltriton_client.types import Chunk
 
@@ -218,3 +219,20 @@ class AsyncCall(AsyncIterator[Any]):
         """Returns when the stream is over, after `core.LEAVE_S` at the latest."""
         await asyncio.wait([self._reader], timeout=core.LEAVE_S)
         self._call.cancel()
+
+
+C = TypeVar("C", Call, AsyncCall)
+
+
+def start(kind: type[C], client: Any, request: Request, message: Any, takes: frozenset[str]) -> C:
+    """Send a request of a client, which knows the call until it is over."""
+    limit_s = core.rpc_timeout_s(request, takes)
+    metadata = client.target.call_metadata
+    call = kind(
+        lambda requests: client._stub.ModelStreamInfer(requests, metadata=metadata, timeout=limit_s),
+        message,
+        core.cancel_for(request, takes),
+    )
+    client._calls.add(call)
+    call.when_over(lambda: client._calls.discard(call))
+    return call

@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from voltriton_client import core
-from voltriton_client.calls import Call, Stream
+from voltriton_client.calls import Call, Stream, start
 from voltriton_client.channel import MAX_MESSAGE_BYTES, Target, Tls
 from voltriton_client.errors import Cancelled, VoltritonError
 from voltriton_client.request import Request, request_for
@@ -192,7 +192,7 @@ class Client:
     ) -> Iterator[Any]:
         retry = core.Retry(self.target)
         while not holder.cancelled:
-            call = holder.take(self._call(request, message, takes))
+            call = holder.take(start(Call, self, request, message, takes))
             try:
                 yield from call
                 core.check_not_left(call.left, reader)
@@ -205,15 +205,3 @@ class Client:
                 call.leave()
             time.sleep(core.RETRY_PAUSE_S)
         raise Cancelled("cancelled before it was sent", request.request_id)
-
-    def _call(self, request: Request, message: Any, takes: frozenset[str]) -> Call:
-        limit_s = core.rpc_timeout_s(request, takes)
-        metadata = self.target.call_metadata
-        call = Call(
-            lambda requests: self._stub.ModelStreamInfer(requests, metadata=metadata, timeout=limit_s),
-            message,
-            core.cancel_for(request, takes),
-        )
-        self._calls.add(call)
-        call.when_over(lambda: self._calls.discard(call))
-        return call

@@ -55,18 +55,15 @@ def rpc_timeout_s(request: Request, takes: frozenset[str]) -> float | None:
 class Deadline:
     """When a request on a shared stream is given up: gRPC itself limits only the stream as a whole."""
 
-    def __init__(
-        self, request: Request, takes: frozenset[str], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, request: Request, takes: frozenset[str]) -> None:
         limit_s = rpc_timeout_s(request, takes)
-        self._clock = clock
         self._request = request
-        self.until = math.inf if limit_s is None else clock() + limit_s
+        self.until = math.inf if limit_s is None else time.monotonic() + limit_s
 
     @property
     def left_s(self) -> float | None:
         """The time that is left, for a wait; None: there is no limit."""
-        return None if self.until == math.inf else max(0.0, self.until - self._clock())
+        return None if self.until == math.inf else max(0.0, self.until - time.monotonic())
 
     def error(self) -> DeadlineExceeded:
         return no_end_within(self._request)
@@ -122,10 +119,14 @@ def stream_failure(error: Any, target: Target, request: Request, reader: Respons
     return from_rpc(code, details, target.address, request.request_id)
 
 
+def closed_here(request_id: str) -> Cancelled:
+    return Cancelled("this side closed the answer before its end", request_id)
+
+
 def check_not_left(left: bool, reader: ResponseReader) -> None:
     """Cancelled where this side left a stream, whose rest somebody else has read."""
     if left and not reader.final:
-        raise Cancelled("this side closed the answer before its end", reader.request_id)
+        raise closed_here(reader.request_id)
 
 
 def code_of(error: Any) -> str:

@@ -59,7 +59,7 @@ class SharedStream:
 
         def cancel() -> None:
             self._drop(asked)
-            answers.put(Cancelled("this side closed the answer before its end", request.request_id))
+            answers.put(core.closed_here(request.request_id))
 
         return Stream(self._chunks(asked, answers), cancel)
 

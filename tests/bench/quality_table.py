@@ -1,11 +1,12 @@
-"""The quality table: perplexity and KL divergence (from the 16-bit model, nats a token) of 16-bit, round to nearest, ours calibrated, ModelOpt's and llm-compressor's default.
+"""The quality table: perplexity, and KL divergence from the 16-bit model in nats a token, of 16-bit, round to nearest,
+ours calibrated, ModelOpt's and llm-compressor's default.
 
     python tests/bench/quality_texts.py TEXTS
     python tests/bench/quality_table.py MODEL_DIR --calib FILE ... --test FILE ... \\
         --modelopt DIR --llm-compressor DIR                                          # see docs/quality.md
 
-Every checkpoint is made from the same folder and read back by the same code; both measures are in float32. With `--json`,
-rows that the file has are not measured again.
+Every checkpoint is made from the same folder and read back by the same code; both measures are in float32. With
+`--json`, rows that the file has are not measured again.
 """
 
 from __future__ import annotations

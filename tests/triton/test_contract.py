@@ -471,12 +471,8 @@ def test_cancel_by_request_on_the_same_stream(server: Server) -> None:
         assert (answers["victim"].error, answers["victim"].errors) == ("CANCELLED: Request was cancelled", 1)
         assert (answers["victim"].finals, answers["o"].text) == (1, "otherother")
         runs(server, 0)
-        assert reason(client.answer(build(cancel="victim"))) == (
-            None,
-            "",
-            ["None"],
-            1,
-        )  # once more is no error
+        # Once more is no error.
+        assert reason(client.answer(build(cancel="victim"))) == (None, "", ["None"], 1)
     wait_for(
         lambda: server.metric("voltriton:requests_total", outcome="cancelled") == before + 1,
         10,

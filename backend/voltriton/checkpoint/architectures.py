@@ -68,8 +68,11 @@ def choose(specs: dict[str, Spec], arch: Architecture, include: list[str], exclu
     """Sort the matrices. `include` and `exclude` are patterns over module names and win over the table."""
     groups: dict[str, list[str]] = {}
     kept: dict[str, str] = {}
-    matrices = {n.removesuffix(".weight"): s for n, s in specs.items() if n.endswith(".weight")}
-    matrices = {module: spec for module, spec in matrices.items() if len(spec.shape) >= 2}
+    matrices = {
+        name.removesuffix(".weight"): spec
+        for name, spec in specs.items()
+        if name.endswith(".weight") and len(spec.shape) >= 2
+    }
     for option, patterns in (("--include", include), ("--exclude", exclude)):
         for pattern in patterns:
             if not any(fnmatchcase(module, pattern) for module in matrices):

@@ -22,7 +22,7 @@ from voltriton.checkpoint.folder import ModelFolder
 from voltriton.checkpoint.layers import LayerwiseModel, States, Streamed
 from voltriton.checkpoint.layout import tensor_names
 from voltriton.checkpoint.moments import Moments, energy, importance
-from voltriton.checkpoint.progress import meter
+from voltriton.checkpoint.progress import Meter, meter
 from voltriton.checkpoint.scales import searched_scales
 from voltriton.checkpoint.source import Nvfp4, Source, Weight
 from voltriton.checkpoint.texts import load_tokenizer, windows
@@ -61,17 +61,23 @@ def calibrate(
     tokenizer = load_tokenizer(source.path)
     text = windows(tokenizer, recipe.files, recipe.tokens, recipe.window, recipe.seed)
     model = LayerwiseModel(source, text, folder.path)
-    counts = importance(_energies(LayerwiseModel(source, text, folder.path)), recipe.sinks)
     by_layer = {i: groups_of_layer(groups, i) for i in range(len(model))}
     outside = set(groups) - {g for members in by_layer.values() for g in members}
     if outside:
         raise CheckpointError(
             f"{sorted(outside)[0]} is in no decoder layer and cannot be calibrated: --exclude it"
         )
-    total = sum(source.weights[f"{m}.weight"].spec.nbytes for members in groups.values() for m in members)
+
+    def nbytes(members: dict[str, list[str]]) -> int:
+        return sum(source.weights[f"{m}.weight"].spec.nbytes for modules in members.values() for m in modules)
+
+    with meter("finding what attention rests on", nbytes(groups)) as shown, _all_threads(threads):
+        sizes = map(nbytes, by_layer.values())
+        energies = _energies(LayerwiseModel(source, text, folder.path), sizes, shown)
+        counts = importance(energies, recipe.sinks)
     drifted = model.kept(model.states)  # as `model.states`, of the model quantised so far
     pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-    with pool, meter("calibrating", total) as shown, _all_threads(threads):
+    with pool, meter("calibrating", nbytes(groups)) as shown, _all_threads(threads):
         writer = _Writer(folder, rule, recipe, input_scale, pool)
         for index, members in by_layer.items():
             with model.layer(index) as layer:
@@ -227,10 +233,11 @@ class _Layer:
             self._drifted[i] = self._model.run(self._layer, self._index, state)
 
 
-def _energies(model: LayerwiseModel) -> Iterator[list[torch.Tensor]]:
-    """Of every batch's tokens, behind each layer."""
-    for _ in model.passes():
+def _energies(model: LayerwiseModel, sizes: Iterable[int], shown: Meter) -> Iterator[list[torch.Tensor]]:
+    """Of every batch's tokens, behind each layer; `sizes` are the layers', in bytes."""
+    for _, size in zip(model.passes(), sizes, strict=True):
         yield [energy(state) for state in model.states]
+        shown.add(size)
 
 
 def _kind(group: str) -> str:

@@ -11,9 +11,8 @@ from voltriton.checkpoint.errors import CheckpointError
 # Second moments are kept between inputs of the same group of columns; larger ones cost too much memory.
 GROUP_COLUMNS = 4096
 ROWS = 4096
-MASSIVE = (
-    20.0  # times the median energy: between the largest of ordinary tokens (6) and the sinks (50 to 10,000)
-)
+# Times the median energy: between the largest of ordinary tokens (6) and those that attention rests on (50 to 10,000).
+MASSIVE = 20.0
 RIDGE = 0.05  # of the mean square input, in the correction of drift
 
 
