@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,18 @@ def _nothing_stays_in_shared_memory() -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail(f"left in /dev/shm: {', '.join(sorted(left))}")
         time.sleep(0.2)
+
+
+@pytest.fixture(autouse=True)
+def _signals_stay_as_they_were() -> Iterator[None]:
+    """What is ignored here is ignored by every process that a later test starts, and its Ctrl-C then does nothing."""
+
+    def ignored() -> dict[str, bool]:
+        return {s.name: signal.getsignal(s) is signal.SIG_IGN for s in (signal.SIGINT, signal.SIGTERM)}
+
+    before = ignored()
+    yield
+    assert ignored() == before
 
 
 def in_use(name: str) -> bool:

@@ -10,7 +10,8 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,24 @@ def main(argv: list[str]) -> int:
     if args.table:
         return show(args)
     # A plain SIGTERM would leave the servers behind; and shells start background jobs with SIGINT ignored.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.default_int_handler)
+    with _both_signals(signal.default_int_handler):
+        try:
+            return Comparison(args).run()
+        except TargetError as error:
+            print(f"peers.py: {error}", file=sys.stderr)
+            return 1
+
+
+@contextmanager
+def _both_signals(handler: Any) -> Iterator[None]:
+    """SIGTERM and SIGINT are handled so, and afterwards as before: an ignored signal stays ignored in every process that
+    is started later."""
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        return Comparison(args).run()
-    except TargetError as error:
-        print(f"peers.py: {error}", file=sys.stderr)
-        return 1
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def show(args: argparse.Namespace) -> int:
@@ -133,10 +145,9 @@ class Comparison:
                 print("interrupted; what was measured is kept", file=sys.stderr)
             finally:
                 # A second Ctrl-C or SIGTERM must not leave servers behind; stopping is bounded.
-                for number in (signal.SIGTERM, signal.SIGINT):
-                    signal.signal(number, signal.SIG_IGN)
-                for process in reversed(processes):
-                    process.stop()
+                with _both_signals(signal.SIG_IGN):
+                    for process in reversed(processes):
+                        process.stop()
         self._report()
         return 0 if self._rows else 1
 

@@ -208,6 +208,7 @@ def gateway(folder: Path, behind: Target) -> list[Target]:
     port = free_port()
     command = [
         sys.executable, "-m", "voltriton.cli", "gateway", "--server", behind.address, "--port", str(port),
+        "--max-open", "1024",
     ]  # fmt: skip
     process = Process("gateway", command, f"127.0.0.1:{port}", folder)
     return [Target("gateway", "openai", f"127.0.0.1:{port}", process)]

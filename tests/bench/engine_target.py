@@ -58,6 +58,8 @@ async def main(port: int, engine_args: dict[str, Any]) -> None:
             row = await Load(Plan(**json.loads(line))).run(connect, os.getpid())
             writer.write(json.dumps(row).encode() + b"\n")
             await writer.drain()
+        # The server's end waits for its connections.
+        writer.close()
 
     await InProcess(llm).run("warm up", 2)
     server = await asyncio.start_server(answer, "127.0.0.1", port)

@@ -10,6 +10,15 @@ import sys
 import time
 
 
+# A terminal of its own, and no signal ignored, as a login shell starts programs: these tests may run in the background.
+_LAUNCHER = """
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 def command(*argv: str) -> list[str]:
     return [sys.executable, "-W", "error", "-m", "voltriton.cli", *argv]
 
@@ -20,8 +29,7 @@ class Terminal:
     def __init__(self, argv: list[str]) -> None:
         self.master, slave = pty.openpty()
         # Ctrl-C is a signal only where the terminal is the session's own.
-        take = "import fcntl, os, sys, termios as t; fcntl.ioctl(0, t.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
-        launcher = [sys.executable, "-c", take, *argv]
+        launcher = [sys.executable, "-c", _LAUNCHER, *argv]
         self.process = subprocess.Popen(
             launcher, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
         )

@@ -294,6 +294,29 @@ def test_too_many_open_requests(server: FakeServer) -> None:
         assert httpx.post(url + CHAT, json=body()).status_code == 200
 
 
+def test_as_many_callers_as_are_taken_are_never_refused(server: FakeServer) -> None:
+    """Each asks again as soon as its answer has ended, beside others that look at the metrics."""
+    with (
+        gateway(server.address, max_open_requests=1) as url,
+        httpx.Client() as caller,
+        httpx.Client() as looker,
+    ):
+        stop = threading.Event()
+
+        def look() -> None:
+            while not stop.is_set():
+                looker.get(f"{url}/metrics")
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        try:
+            answers = [caller.post(url + CHAT, json=body(stream=i % 2 == 0)) for i in range(60)]
+        finally:
+            stop.set()
+            looking.join()
+        assert {answer.status_code for answer in answers} == {200}
+
+
 def _open(url: str, server: FakeServer) -> float:
     name = f'voltriton_gateway_server_open_requests{{server="{server.address}"}} '
     lines = httpx.get(f"{url}/metrics").text.splitlines()

@@ -7,6 +7,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -45,18 +46,28 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        watched = _Watched(scope, send)
+        # Those that ask for work; whoever looks at /health or /metrics takes nobody's place.
+        counted = int(scope["method"] == "POST")
+
+        def answered() -> None:
+            nonlocal counted
+            self._count(-counted)
+            counted = 0
+
+        watched = _Watched(scope, send, answered)
         path = scope["path"] if scope["path"] in _PATHS else "other"
         started = time.perf_counter()
-        self._open += 1
-        self._telemetry.open.set(self._open)
+        self._count(counted)
         try:
             await self._admit(scope, receive, watched)
         finally:
-            self._open -= 1
-            self._telemetry.open.set(self._open)
+            answered()
             self._telemetry.requests.labels(path, watched.status or "none").inc()
             self._telemetry.duration.labels(path).observe(time.perf_counter() - started)
+
+    def _count(self, change: int) -> None:
+        self._open += change
+        self._telemetry.open.set(self._open)
 
     async def _admit(self, scope: Scope, receive: Receive, send: _Watched) -> None:
         try:
@@ -112,14 +123,16 @@ class Guard:
 
 
 class _Watched:
-    """`send` that notes the status, and gives every answer its request id."""
+    """`send` that notes the status, gives every answer its request id, and says when its last bytes go out: before the
+    caller has them and asks again."""
 
-    def __init__(self, scope: Scope, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send, answered: Callable[[], None]) -> None:
         given = Headers(scope=scope).get("x-request-id", "")
         self.request_id = given if _REQUEST_ID.match(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = self.request_id
         self.status = ""
         self._send = send
+        self._answered = answered
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -129,6 +142,8 @@ class _Watched:
             headers["x-content-type-options"] = "nosniff"
             if message["status"] == 401:
                 headers["www-authenticate"] = "Bearer"
+        elif message["type"] == "http.response.body" and not message.get("more_body"):
+            self._answered()
         await self._send(message)
 
 
