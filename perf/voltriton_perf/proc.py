@@ -1,4 +1,4 @@
-"""CPU and memory of process trees, from /proc."""
+"""Process trees, their CPU and memory, from /proc (the package of the server is not imported)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ from pathlib import Path
 TICK = os.sysconf("SC_CLK_TCK")
 
 
-def tree(pid: int) -> list[int]:
-    """The process and all its descendants; what ended meanwhile is left out."""
-    found = [pid]
-    try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                found += tree(int(child))
-    except OSError:
-        pass
+def tree(root: int) -> list[int]:
+    """The process and all its descendants; zombies, and what ended meanwhile, are left out."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if state != "Z":
+            children.setdefault(int(parent), []).append(int(entry.name))
+    found, todo = [root], [root]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
     return found
 
 

@@ -35,6 +35,8 @@ import httpx
 from voltriton_client.aio import AsyncClient
 from voltriton_client.errors import VoltritonError
 
+from voltriton_perf import proc
+
 TOKENS = "vllm:generation_tokens_total"
 RESTARTS = "voltriton:engine_restarts_total"
 # What a request may end with while a fault is being repaired.
@@ -100,32 +102,6 @@ class Report:
     problems: list[str] = field(default_factory=list)
 
 
-# The tree of processes, read from /proc: standard library only, the package of the server is not imported.
-
-
-def parents() -> dict[int, list[int]]:
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if fields[0] != "Z":
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    return children
-
-
-def tree(root: int) -> list[int]:
-    children, found, todo = parents(), [root], [root]
-    while todo:
-        below = children.get(todo.pop(), [])
-        found += below
-        todo += below
-    return found
-
-
 def command(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
@@ -143,7 +119,7 @@ def thread_name(task: Path) -> str:
 def measure(root: int) -> Tree:
     """A process that ends meanwhile counts for nothing."""
     total, files = Tree(), set()
-    for pid in tree(root):
+    for pid in proc.tree(root):
         folder = Path(f"/proc/{pid}")
         try:
             rss = int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -330,7 +306,7 @@ class Soak:
             if fault == "kill"
             else ["triton_python_backend_stub", f"/{self.options.model}/"]
         )
-        for pid in tree(self.options.server_pid or 0):
+        for pid in proc.tree(self.options.server_pid or 0):
             line = command(pid)
             if all(mark in line for mark in marks):
                 return pid
