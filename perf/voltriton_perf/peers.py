@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
 
 @contextmanager
 def _both_signals(handler: Any) -> Iterator[None]:
-    """SIGTERM and SIGINT are handled so, and afterwards as before: what is ignored here is ignored by every process that
+    """SIGTERM and SIGINT are handled so, and afterwards as before: what is ignored here is so in every process that
     is started later."""
     before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 
-
 # A terminal of its own, and no signal ignored, as a login shell starts programs: these tests may run in the background.
 _LAUNCHER = """
 import fcntl, os, signal, sys, termios
