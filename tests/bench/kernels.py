@@ -1,6 +1,6 @@
 """Time the sm_70 kernels: every result is checked against float64 first, on fresh random data with outputs and
 scratch poisoned by NaN; then graph replays over rotating buffers are timed, as a fraction of the copy bandwidth
-of the same run.
+of the same run, and of what a kernel takes that only reads as many bytes (`plain_read.py`).
 
     python tests/bench/kernels.py --out perf/results/kernels_h200 [--marlin _C_stable_libtorch.abi3.so]
 
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "patches"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import marlin
+import plain_read
 from voltriton_vllm.sm70 import attention, layout, linear, ops
 
 DEVICE = "cuda"
@@ -55,7 +56,7 @@ ATTENTION = (
     (256, 24, 2),
     (256, 6, 1),
 )  # head size, heads, key heads
-CONTEXTS = ((1, 4096), (1, 32768), (8, 4096), (8, 16384), (32, 8192))
+CONTEXTS = ((1, 4096), (1, 8192), (1, 32768), (8, 4096), (8, 16384), (32, 8192))
 HALF = ((640, 2560), (2560, 2560), (10240, 2560), (2560, 10240), (62080, 2560))
 
 
@@ -118,6 +119,21 @@ def replay_s(call: Callable[[int], object], buffers: int) -> float:
     return runs[2] / buffers
 
 
+class Roofline:
+    """What a time is as a fraction of the copy bandwidth, and of a plain read of as many bytes."""
+
+    def __init__(self, bandwidth: float) -> None:
+        self._bandwidth, self._read = bandwidth, plain_read.PlainRead(replay_s, ROTATE_BYTES)
+
+    def __call__(self, size: float, seconds: float) -> tuple[str, dict[str, float]]:
+        """(text, fields of the record) of a kernel that must read `size` bytes."""
+        fields = {
+            "fraction": size / seconds / self._bandwidth,
+            "of_read": self._read.seconds(int(size)) / seconds,
+        }
+        return f"({fields['fraction']:4.2f}, {fields['of_read']:4.2f} of a read)", fields
+
+
 def copy_bandwidth() -> float:
     """Bytes read and written a second by a large copy."""
     a = torch.empty(2 << 30, dtype=torch.uint8, device=DEVICE).random_()
@@ -166,9 +182,9 @@ def packed_copies(
     return [ops.prepare_linear(weight.clone(), scale.clone(), rows) for _ in range(count)]
 
 
-def bench_linear(report: Report, bandwidth: float, with_marlin: bool) -> None:
+def bench_linear(report: Report, roofline: Roofline, with_marlin: bool) -> None:
     report.line(
-        "\nNVFP4 linear: microseconds (fraction of copy bandwidth); Marlin where loaded; relative error"
+        "\nNVFP4 linear: microseconds (fraction of copy bandwidth, of a plain read); Marlin where loaded; error"
     )
     for name, (n, k) in LINEAR.items():
         weight, scale = random_matrix(n, k)
@@ -182,8 +198,8 @@ def bench_linear(report: Report, bandwidth: float, with_marlin: bool) -> None:
             poison()
             error = check(ops.nvfp4_linear(x, packed[0]), want, 2e-3, f"{name} M={m}")
             ours = replay_s(lambda i, x=x, p=packed: ops.nvfp4_linear(x, p[i]), count)
-            bytes_moved = payload + 2 * m * (n + k)
-            text = f"{name:20s} {n:6d}x{k:<6d} M={m:<3d} {ours * 1e6:8.1f} ({bytes_moved / ours / bandwidth:4.2f})"
+            fractions, fields = roofline(payload, ours)
+            text = f"{name:20s} {n:6d}x{k:<6d} M={m:<3d} {ours * 1e6:8.1f} {fractions}"
             record = {
                 "what": "linear",
                 "name": name,
@@ -192,8 +208,8 @@ def bench_linear(report: Report, bandwidth: float, with_marlin: bool) -> None:
                 "m": m,
                 "us": ours * 1e6,
                 "error": error,
+                **fields,
             }
-            record["fraction"] = bytes_moved / ours / bandwidth
             if others:
                 record["marlin_error"] = check(others[0](x), want, 5e-3, f"Marlin, {name} M={m}")
                 theirs = replay_s(lambda i, x=x, p=others: p[i](x), count)
@@ -257,9 +273,10 @@ def random_experts(experts: int, inter: int, hidden: int) -> dict[str, torch.Ten
     }
 
 
-def bench_moe(report: Report, bandwidth: float) -> None:
+def bench_moe(report: Report, roofline: Roofline) -> None:
     report.line(
-        "\nNVFP4 experts, a whole layer: microseconds (fraction of copy bandwidth, distinct experts' bytes)"
+        "\nNVFP4 experts, a whole layer: microseconds (fraction of copy bandwidth, of a plain read: bytes of the"
+        " distinct experts)"
     )
     for name, (experts, inter, hidden, topk) in MOE.items():
         layer = random_experts(experts, inter, hidden)
@@ -267,7 +284,7 @@ def bench_moe(report: Report, bandwidth: float) -> None:
         packed = ops.prepare_moe(
             layer["w13"].clone(), layer["s13"], factor, layer["w2"].clone(), layer["s2"], factor
         )
-        for m in (1, 2, 4, 8, 16, 64, 512, 4096):
+        for m in (1, 2, 4, 8, 16, 32, 64, 512, 4096):
             x = torch.randn(m, hidden, device=DEVICE).half()
             weights = torch.rand(m, topk, device=DEVICE)
             routes = [
@@ -285,18 +302,18 @@ def bench_moe(report: Report, bandwidth: float) -> None:
                 lambda i, x=x, p=packed, w=weights, r=routes: ops.nvfp4_moe(x, p, w, r[i]), len(routes)
             )
             distinct = sum(len(r.unique()) for r in routes) / len(routes)
-            fraction = distinct * 3 * inter * hidden * 9 / 16 / seconds / bandwidth
+            fractions, fields = roofline(distinct * 3 * inter * hidden * 9 / 16, seconds)
             tflops = m * topk * 6 * inter * hidden / seconds / 1e12
             report.row(
-                f"{name:20s} M={m:<5d} {seconds * 1e6:8.1f} ({fraction:4.2f})  {distinct:5.1f} experts"
+                f"{name:20s} M={m:<5d} {seconds * 1e6:8.1f} {fractions}  {distinct:5.1f} experts"
                 f"  {tflops:6.1f} TFLOP/s  {error:.1e}",
                 what="moe",
                 name=name,
                 m=m,
                 us=seconds * 1e6,
-                fraction=fraction,
                 tflops=tflops,
                 error=error,
+                **fields,
             )
 
 
@@ -317,18 +334,20 @@ def attention64(
     return torch.einsum("ht,thd->hd", p, v)
 
 
-def bench_attention(report: Report, bandwidth: float) -> None:
-    report.line("\nDecode attention, blocks of 16: microseconds (fraction of copy bandwidth, cache bytes)")
+def bench_attention(report: Report, roofline: Roofline) -> None:
+    report.line(
+        "\nDecode attention, blocks of 16: microseconds (fraction of copy bandwidth, of a plain read: cache bytes)"
+    )
     for size, heads, key_heads in ATTENTION:
         for batch, length in CONTEXTS:
             for dtype in (torch.float16, torch.float8_e4m3fn):
                 stored = list(caches(batch, length, key_heads, size, dtype))
                 seconds, error = time_attention(stored, batch, length, heads)
-                fraction = stored[0].numel() * dtype.itemsize / seconds / bandwidth
+                fractions, fields = roofline(stored[0].numel() * dtype.itemsize, seconds)
                 kind = "half" if dtype == torch.float16 else "e4m3"
                 report.row(
                     f"D={size:<4d}{heads:3d}/{key_heads} heads  B={batch:<3d} L={length:<6d} {kind} "
-                    f"{seconds * 1e6:8.1f} ({fraction:4.2f})  {error:.1e}",
+                    f"{seconds * 1e6:8.1f} {fractions}  {error:.1e}",
                     what="attention",
                     size=size,
                     heads=heads,
@@ -337,8 +356,8 @@ def bench_attention(report: Report, bandwidth: float) -> None:
                     length=length,
                     kind=kind,
                     us=seconds * 1e6,
-                    fraction=fraction,
                     error=error,
+                    **fields,
                 )
                 del stored
 
@@ -407,8 +426,10 @@ def bench_prefill_attention(report: Report) -> None:
             )
 
 
-def bench_half(report: Report, bandwidth: float) -> None:
-    report.line("\nFloat16 matrix, few rows: microseconds (fraction of copy bandwidth); cuBLAS")
+def bench_half(report: Report, roofline: Roofline) -> None:
+    report.line(
+        "\nFloat16 matrix, few rows: microseconds (fraction of copy bandwidth, of a plain read); cuBLAS"
+    )
     for n, k in HALF:
         count = max(4, min(30, int(ROTATE_BYTES / (n * k * 2))))
         weights = [torch.randn(n, k, device=DEVICE).half() for _ in range(count)]
@@ -420,8 +441,9 @@ def bench_half(report: Report, bandwidth: float) -> None:
             )
             ours = replay_s(lambda i, x=x, w=weights: linear.half_matmul(x, w[i], None), count)
             theirs = replay_s(lambda i, x=x, w=weights: torch.mm(x, w[i].t()), count)
+            fractions, fields = roofline(n * k * 2, ours)
             report.row(
-                f"{n:6d}x{k:<6d} M={m:<3d} {ours * 1e6:8.1f} ({n * k * 2 / ours / bandwidth:4.2f})"
+                f"{n:6d}x{k:<6d} M={m:<3d} {ours * 1e6:8.1f} {fractions}"
                 f"  cuBLAS {theirs * 1e6:8.1f}  {error:.1e}",
                 what="half",
                 n=n,
@@ -429,8 +451,8 @@ def bench_half(report: Report, bandwidth: float) -> None:
                 m=m,
                 us=ours * 1e6,
                 cublas_us=theirs * 1e6,
-                fraction=n * k * 2 / ours / bandwidth,
                 error=error,
+                **fields,
             )
 
 
@@ -449,14 +471,15 @@ def main() -> int:
     bandwidth = copy_bandwidth()
     report.head["copy_bytes_a_second"] = bandwidth
     report.line(f"copy bandwidth: {bandwidth / 1e12:.2f} TB/s (read and written)")
-    bench_linear(report, bandwidth, args.marlin is not None)
+    roofline = Roofline(bandwidth)
+    bench_linear(report, roofline, args.marlin is not None)
     report.save()
     bench_prefill(report)
-    bench_moe(report, bandwidth)
+    bench_moe(report, roofline)
     report.save()
-    bench_attention(report, bandwidth)
+    bench_attention(report, roofline)
     bench_prefill_attention(report)
-    bench_half(report, bandwidth)
+    bench_half(report, roofline)
     report.save()
     return 0
 

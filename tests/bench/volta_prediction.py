@@ -6,8 +6,9 @@ needs NVRTC of CUDA 12 and nvdisasm of CUDA 12 or 13.0 (later ones do not read s
 
 Model: a V100 multiprocessor has four schedulers, one instruction a clock each; a warp's instruction takes the
 float, integer, half and tensor pipes of its scheduler for two clocks; a 16-byte access of a warp takes the
-load/store unit, which the four share, for four clocks. Weights a clock from the busiest of these, against what
-900 GB/s bring (80 multiprocessors, 1.38 to 1.53 GHz). No latency, no launch: an upper limit, not a measurement.
+load/store unit, which the four share, for four clocks. Values (weights; keys and values of attention) a clock from the
+busiest of these, against what 900 GB/s bring (80 multiprocessors, 1.38 to 1.53 GHz). No latency, no launch: an upper
+limit, not a measurement.
 """
 
 from __future__ import annotations
@@ -54,16 +55,20 @@ def main_loop(body: list[str], marker: str) -> list[str]:
     return [m[1] for line in best[2] if (m := INSTRUCTION.search(line))]
 
 
-def weights_a_loop(variant: object) -> tuple[int, str]:
-    """(weights that a warp takes in one turn of the loop, what the loop is known by)."""
+def values_a_loop(variant: object) -> tuple[int, float, str]:
+    """(values that a warp takes in one turn of the loop, bytes of one, what the loop is known by)."""
     if isinstance(variant, variants.Gemv | variants.MoeUp | variants.MoeDown):
-        return 1024 * variant.r * variant.d, "HFMA2"
+        return 1024 * variant.r * variant.d, BYTES_A_WEIGHT, "HFMA2"
     if isinstance(variant, variants.Gemm | variants.MoeGemm):
-        return 2048 * variant.nt * variant.d, "HMMA"
-    return 0, ""
+        return 2048 * variant.nt * variant.d, BYTES_A_WEIGHT, "HMMA"
+    if isinstance(variant, variants.Decode):
+        return 2 * 16 * variant.tiles * variant.size, 1 if variant.fp8 else 2, "HMMA"
+    return 0, 0, ""
 
 
-def row(name: str, operations: list[str], weights: int, registers: int, threads: int, shared: int) -> str:
+def row(
+    name: str, operations: list[str], values: int, size: float, registers: int, threads: int, shared: int
+) -> str:
     used = Counter(pipe(o) for o in operations)
     wide = sum(".128" in o for o in operations)
     clocks = max(
@@ -73,10 +78,10 @@ def row(name: str, operations: list[str], weights: int, registers: int, threads:
         2 * used["tensor"],
         4 * 4 * wide,
     )
-    per_clock = 4 * weights / clocks
+    per_clock = 4 * values / clocks
     blocks = min(65536 // (-(-registers // 8) * 8 * threads), 98304 // max(shared, 1), 2048 // threads)
-    limits = [per_clock * ghz * 80 * BYTES_A_WEIGHT / 900 for ghz in (1.38, 1.53)]
-    lanes = weights / 32
+    limits = [per_clock * ghz * 80 * size / 900 for ghz in (1.38, 1.53)]
+    lanes = values / 32
     parts = " | ".join(f"{used[p] / lanes:.2f}" for p in ("float", "half", "integer", "tensor", "memory"))
     return (
         f"| `{name}` | {len(operations) / lanes:.2f} | {parts} | {registers} | {shared / 1024:.0f} | "
@@ -108,19 +113,28 @@ def shape(variant: object) -> tuple[int, int]:
         return 256, variant.launch(768, 8)[1]
     if isinstance(variant, variants.Gemm | variants.MoeGemm):
         return variant.threads, variant.staging(4096, 70)[1]
+    if isinstance(variant, variants.Decode):
+        return variant.warps * 32, variant.shared_bytes
     raise TypeError(type(variant))
 
 
 def main() -> int:
-    bodies, registers = disassemble(compiling.nvrtc().compile(runtime.sources(70)[0], "sm_70"))
-    columns = ("kernel", "instructions a weight", *("float", "half", "integer", "tensor", "memory"))
-    columns += ("registers", "shared KiB", "warps a multiprocessor", "weights a clock", "limit / 900 GB/s")
+    bodies: dict[str, list[str]] = {}
+    registers: dict[str, int] = {}
+    for source in runtime.sources(70):
+        for found, part in zip(
+            (bodies, registers), disassemble(compiling.build(source, "sm_70")), strict=True
+        ):
+            found.update(part)
+    columns = ("kernel", "instructions a value", *("float", "half", "integer", "tensor", "memory"))
+    columns += ("registers", "shared KiB", "warps a multiprocessor", "values a clock", "limit / 900 GB/s")
     print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
-    for variant in variants.all_variants():
-        weights, marker = weights_a_loop(variant)
-        if weights:
+    for variant in variants.all_variants(70):
+        values, size, marker = values_a_loop(variant)
+        if values:
             operations = main_loop(bodies[variant.name], marker)
-            print(row(variant.name, operations, weights, registers[variant.name], *shape(variant)))
+            ends = (values, size, registers[variant.name], *shape(variant))
+            print(row(variant.name, operations, *ends))
     return 0
 
 

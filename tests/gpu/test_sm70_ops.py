@@ -149,7 +149,7 @@ def test_linear_in_a_cuda_graph_and_under_compile() -> None:
     ("experts", "inter", "hidden", "topk"),
     [(8, 64, 128, 2), (128, 768, 2048, 8), (32, 160, 2560, 10), (16, 48, 80, 4)],
 )
-@pytest.mark.parametrize("m", [0, 1, 3, 8, 40, 100, 300])
+@pytest.mark.parametrize("m", [0, 1, 3, 8, 40, 100, 300, 1100])
 def test_moe(experts: int, inter: int, hidden: int, topk: int, m: int) -> None:
     w13, s13 = matrix(2 * inter, hidden, experts)
     w2, s2 = matrix(hidden, inter, experts)

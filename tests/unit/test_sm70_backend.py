@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
-from voltriton_vllm.sm70 import attention, backend, ops, switch
+from voltriton_vllm.sm70 import attention, backend, switch
 
 BLOCKS, HEADS, KEY_HEADS, BLOCK, SIZE = 12, 4, 2, 16, 64
 
@@ -51,7 +51,7 @@ class Calls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[str, tuple[Any, ...]]] = []
-        monkeypatch.setattr(ops, "available", lambda: True)
+        monkeypatch.setattr(attention, "available", lambda: True)
         for name in ("paged_decode", "paged_prefill"):
             monkeypatch.setattr(attention, name, lambda *a, n=name: self.seen.append((n, a)))
         monkeypatch.setattr(
@@ -132,7 +132,7 @@ def test_other_types_profiling_and_quantised_output_are_vllm_s(calls: Calls) -> 
 
 
 def test_without_kernels_all_is_vllm_s(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "available", lambda: False)
+    monkeypatch.setattr(attention, "available", lambda: False)
     run(impl(), metadata([5], [1]), 1)
     assert [name for name, _ in calls.seen] == ["vllm"]
 

@@ -52,10 +52,11 @@ def test_sm_70_resources(tmp_path: Path) -> None:
         ).stdout
         for name, registers, stack in re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+)", text):
             found[name] = (int(registers), int(stack))
-    for variant in variants.all_variants():
+    for variant in variants.all_variants(70):
         registers, stack = found[variant.name]
-        blocks = int(re.search(r"_o(\d+)$", variant.name)[1])  # type: ignore[index]
-        threads = getattr(variant, "threads", 0) or getattr(variant, "nw", 0) * 32 or 128
+        blocks = int(re.search(r"_o(\d+)(?:_p\d)?$", variant.name)[1])  # type: ignore[index]
+        warps = getattr(variant, "nw", 0) or getattr(variant, "warps", 0)
+        threads = getattr(variant, "threads", 0) or warps * 32
         if variant.macro == "MOE_DOWN":
             threads = 512
         # A multiprocessor of Volta has 65536 registers, given out in units of 8 a thread.

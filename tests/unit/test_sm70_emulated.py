@@ -56,9 +56,26 @@ extern "C" void call_gemv(int which, const int* grid, int threads, const uint4* 
         GEMV_CASES
     });
 }
+extern "C" void call_decode(int which, const int* grid, int threads, const u16* q, u16* out, const u8* k, const u8* v,
+    const int* table, const int* lengths, float* part, float* stats, const int* strides, int heads, int group,
+    int block_size, int block_magic, int table_stride, int window, float scale, float v_scale) {
+    const int* s = strides;
+    run_grid(grid[0], grid[1], grid[2], threads, [=] {
+        DECODE_CASES
+    });
+}
+extern "C" void call_combine(const int* grid, int size, const float* part, const float* stats, const int* lengths, u16* out,
+    int splits, int quantum, int window, int out_seq, int out_head, float v_scale) {
+    run_grid(grid[0], grid[1], 1, 128, [=] {
+        auto run = size == 64 ? decode_combine_d64 : size == 128 ? decode_combine_d128 : decode_combine_d256;
+        run(part, stats, lengths, out, splits, quantum, window, out_seq, out_head, v_scale);
+    });
+}
 extern "C" void call_up(const int* grid, int threads, const uint4* qw, const u16* sc, const float* gs, const u16* x,
     u16* act, const int* ids, const int* map, int topk, int N, int K, int x_stride, int seg_steps) {
-    run_grid(grid[0], grid[1], 1, threads, [=] { UP_NAME(qw, sc, gs, x, act, ids, map, topk, N, K, x_stride, seg_steps); });
+    run_grid(grid[0], grid[1], 1, threads, [=] {
+        UP_NAME(qw, sc, gs, x, act, ids, map, topk, N, K, x_stride, seg_steps);
+    });
 }
 extern "C" void call_down(const int* grid, int threads, const uint4* qw, const u16* sc, const float* gs, const u16* act,
     const int* ids, const int* map, const float* weights, u16* y, int topk, int N, int K) {
@@ -81,12 +98,17 @@ def library(
             f"if (which == {i}) {v.name}(qw, sc, gs, x, bias, y, N, K, x_stride, seg_steps);"
             for i, v in enumerate(GEMVS)
         ),
+        "DECODE_CASES": "".join(
+            f"if (which == {i}) {v.name}(q, out, k, v, table, lengths, part, stats, s[0], s[1], s[2], s[3], s[4], "
+            "s[5], s[6], s[7], s[8], s[9], heads, group, block_size, block_magic, table_stride, window, scale, v_scale);"
+            for i, v in enumerate(variants.DECODE[request.param].values())
+        ),
         "UP_NAME": UP.name,
         "DOWN_NAME": DOWN.name,
     }
     calls = re.sub("|".join(cases), lambda m: cases[m[0]], CALLS)
-    kernels = without_ptx(compiling.read_source("sm70_moe.cu", "sm70_gemm.cu"))
-    lines = [v.line() for v in (*GEMMS, *GEMVS, UP, DOWN)]
+    kernels = without_ptx(compiling.read_source("sm70_moe.cu", "sm70_gemm.cu", "sm70_attention.cu"))
+    lines = [v.line() for v in (*GEMMS, *GEMVS, UP, DOWN, *variants.DECODE[request.param].values())]
     text = "\n".join([f"#define FRAG {request.param}", f'#include "{HOST}"', kernels, *lines, calls])
     (folder / "kernels.cpp").write_text(text)
     command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-o", "kernels.so", "kernels.cpp"]
@@ -191,3 +213,52 @@ def test_experts_of_few_tokens(library: tuple[int, ctypes.CDLL]) -> None:
             h = v13[e] @ x[m].double()
             want[m] += weights[m, t].double() * (v2[e] @ (torch.nn.functional.silu(h[:inter]) * h[inter:]))
     assert close(y, want)
+
+
+@pytest.mark.parametrize(("size", "e4m3"), list(variants.DECODE[70]))
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decode_attention(library: tuple[int, ctypes.CDLL], size: int, e4m3: int, splits: int) -> None:
+    """Every key and column is where the lay-out of fragments puts it; what lies behind the context is never used."""
+    fragment, lib = library
+    table_of = variants.DECODE[fragment]
+    variant, which = table_of[size, e4m3], list(table_of).index((size, e4m3))
+    heads, key_heads, block, window = 6, 2, 32, 0 if splits == 1 else 200
+    lengths = torch.tensor([5, 0, 2 * variant.keys + 21], dtype=torch.int32)
+    pages = ceil_div(int(lengths.max()), block)
+    cache = torch.randn(2, 3 * pages, block, key_heads, size).half()
+    cache = cache.to(torch.float8_e4m3fn) if e4m3 else cache
+    table = torch.randperm(3 * pages).int().view(3, pages)
+    last = table[2, -1]
+    cache[:, last, int(lengths[2]) % block :] = float("nan")
+    q = torch.randn(3, heads, size).half()
+    out = torch.full_like(q, float("nan"))
+    part, stats = (
+        torch.full((3, heads, splits, size), float("nan")),
+        torch.full((3, heads, splits, 2), float("nan")),
+    )
+    strides = [c.stride(d) * c.element_size() for c in cache for d in range(3)]
+    strides += [q.stride(0), q.stride(1), out.stride(0), out.stride(1)]
+    lib.call_decode(
+        which,
+        grid(splits, key_heads, 3),
+        variant.warps * 32,
+        *(pointer(t) for t in (q, out, cache[0], cache[1], table, lengths, part, stats)),
+        (ctypes.c_int * len(strides))(*strides),
+        *(heads, heads // key_heads, block, ceil_div(1 << 32, block), pages, window),
+        ctypes.c_float(size**-0.5 * 1.4426950408889634 * (256 if e4m3 else 1)),
+        ctypes.c_float(256 if e4m3 else 1),
+    )
+    lib.call_combine(
+        grid(heads, 3),
+        size,
+        *(pointer(t) for t in (part, stats, lengths, out)),
+        *(splits, variant.keys, window, out.stride(0), out.stride(1)),
+        ctypes.c_float(256 if e4m3 else 1),
+    )
+    assert not out[1].any()
+    for b in (0, 2):
+        first = max(0, int(lengths[b]) - window) if window else 0
+        k, v = (c.float()[table[b].long()].flatten(0, 1)[first : lengths[b]].double() for c in cache)
+        k, v = (t.repeat_interleave(heads // key_heads, 1) for t in (k, v))
+        p = (torch.einsum("hd,thd->ht", q[b].double(), k) * size**-0.5).softmax(-1)
+        assert close(out[b], torch.einsum("ht,thd->hd", p, v))

@@ -21,6 +21,37 @@ DEV uint4 ld_stream(const uint4* p) {
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
+DEV uint2 ld_stream(const uint2* p) {
+    uint2 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1},[%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
+DEV u32 ld_stream(const u32* p) {
+    u32 v;
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0,[%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+
+// ---- tensor cores: wmma m16n16k16, HMMA.884 on sm_70 and the device's own tensor instruction on newer GPUs ----
+// FRAG says which lane holds which element of a fragment; the programming guide leaves that open, so it was read from
+// the code that ptxas makes of wmma.load, and fragment_check (sm70_gemm.cu) compares it with wmma.load on the device before
+// the kernels are used.
+//   FRAG 70 (sm_70): a lane holds 16 consecutive k of one row, every row is held by two lanes.
+//   FRAG 80 (sm_80 and later): lane 4g+c holds rows g and g+8, of 16 k those at 2c, 2c+1, 2c+8, 2c+9.
+#ifndef FRAG
+#define FRAG 70
+#endif
+#if FRAG == 70
+DEV int frag_a(int lane) { return (lane & 3) + 4 * (lane >> 4) + 8 * ((lane >> 2) & 1); }
+DEV int frag_b(int lane) { return (lane & 3) + 4 * (lane >> 4) + 8 * ((lane >> 3) & 1); }
+#endif
+DEV void wmma_mma(float (&c)[8], const u32 (&a)[8], const u32 (&b)[8]) {
+    asm volatile("wmma.mma.sync.aligned.row.col.m16n16k16.f32.f32 {%0,%1,%2,%3,%4,%5,%6,%7},"
+        "{%8,%9,%10,%11,%12,%13,%14,%15},{%16,%17,%18,%19,%20,%21,%22,%23},{%0,%1,%2,%3,%4,%5,%6,%7};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]),
+          "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(b[4]), "r"(b[5]), "r"(b[6]), "r"(b[7]));
+}
 
 // ---- NVFP4 -----------------------------------------------------------------------------------
 // A packed word holds 8 consecutive weights: element 2j in the low half, 2j+1 in the high half, sign and

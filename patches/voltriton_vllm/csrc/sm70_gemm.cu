@@ -1,35 +1,14 @@
 // NVFP4 matrix times several vectors on tensor cores: wmma m16n16k16, which is HMMA.884 on sm_70 and the device's own
 // tensor instruction on newer GPUs. Each lane expands the weights of its own fragment in registers (exactly, to
-// scale * e2m1 * 2^-8); products are summed in float32.
-//
-// FRAG says which lane holds which element of a fragment; the programming guide leaves that open, so it was read from
-// the code that ptxas makes of wmma.load, and fragment_check (below) compares it with wmma.load on the device before
-// the kernels are used.
-//   FRAG 70 (sm_70): a lane holds 16 consecutive k of one row, every row is held by two lanes.
-//   FRAG 80 (sm_80 and later): lane 4g+c holds rows g and g+8, of 16 k those at 2c, 2c+1, 2c+8, 2c+9.
-// As the order of k in a sum is free, lane c of FRAG 80 takes 32 consecutive k of a row instead (one 16-byte load), and
-// takes x alike.
+// scale * e2m1 * 2^-8); products are summed in float32. As the order of k in a sum is free, lane c of FRAG 80 takes 32
+// consecutive k of a row (one 16-byte load), and takes x alike.
 #include "sm70_common.cuh"
-#ifndef FRAG
-#define FRAG 70
-#endif
 
-DEV void wmma_mma(float (&c)[8], const u32 (&a)[8], const u32 (&b)[8]) {
-    asm volatile("wmma.mma.sync.aligned.row.col.m16n16k16.f32.f32 {%0,%1,%2,%3,%4,%5,%6,%7},"
-        "{%8,%9,%10,%11,%12,%13,%14,%15},{%16,%17,%18,%19,%20,%21,%22,%23},{%0,%1,%2,%3,%4,%5,%6,%7};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]), "r"(a[7]),
-          "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(b[4]), "r"(b[5]), "r"(b[6]), "r"(b[7]));
-}
 DEV void wmma_store(float* p, const float (&c)[8], int ld) {
     asm volatile("wmma.store.d.sync.aligned.col.m16n16k16.shared.f32 [%0],{%1,%2,%3,%4,%5,%6,%7,%8},%9;"
         :: "r"((u32)__cvta_generic_to_shared(p)), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]), "f"(c[4]), "f"(c[5]),
            "f"(c[6]), "f"(c[7]), "r"(ld) : "memory");
 }
-#if FRAG == 70
-DEV int frag_a(int lane) { return (lane & 3) + 4 * (lane >> 4) + 8 * ((lane >> 2) & 1); }
-DEV int frag_b(int lane) { return (lane & 3) + 4 * (lane >> 4) + 8 * ((lane >> 3) & 1); }
-#endif
 
 // ok[0] = 1 if fragments are laid out as FRAG says. One warp; shared memory 1024 bytes.
 extern "C" __global__ void fragment_check(int* ok)
@@ -154,11 +133,13 @@ DEV void block_mma(float (&acc)[(XB + 1) / 2][NT][8], const uint4 (&q)[NT][NQ], 
 
 // A block computes 8*XB rows of x by 16*NT*WR rows of W; WK warps share the rows of W and split K; D blocks of K are in
 // flight. m0: first row of the block in x (or in p.rows), p.M: rows there are. KB 0: x is staged p.kb blocks of K at a
-// time; otherwise KB blocks at a time into two buffers, the next while this one is used.
-template <int XB, int NT, int WR, int WK, int D, int KB>
+// time; otherwise KB blocks at a time into two buffers, the next while this one is used. PAIR: half of the rows of W are
+// rows n0.. (gate), half are those N further (up), and what is written is silu(gate) * up.
+template <int XB, int NT, int WR, int WK, int D, int KB, bool PAIR>
 DEV void gemm_body(const Gemm& p, int m0, int n0, int split)
 {
-    constexpr int NW = WR * WK, T = NW * 32, MT = (XB + 1) / 2, BN = 16 * NT * WR, BM = FRAG == 70 ? 16 * MT : 8 * XB;
+    static_assert(!PAIR || NT % 2 == 0, "a warp has the up row of each of its gate rows");
+    constexpr int NW = WR * WK, T = NW * 32, MT = (XB + 1) / 2, BN = 16 * NT * WR, NH = PAIR ? NT / 2 : NT, BO = 16 * NH * WR, BM = FRAG == 70 ? 16 * MT : 8 * XB;
     extern __shared__ uint4 smem[];
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, wk = warp % WK, wr = warp / WK;
     const int units = (p.K + 31) >> 5, u0 = split * p.split_blocks * 4, u1 = min(units, u0 + p.split_blocks * 4);
@@ -176,7 +157,7 @@ DEV void gemm_body(const Gemm& p, int m0, int n0, int split)
     for (int t = 0; t < NT; t++)
 #pragma unroll
         for (int r = 0; r < RT; r++) {
-            size_t row = min(n0 + (wr * NT + t) * 16 + w_row + 8 * r, p.N - 1);
+            size_t row = min(n0 + (wr * NH + t % NH) * 16 + w_row + 8 * r, p.N - 1) + (t < NH ? 0 : p.N);
             wp[t][r] = p.qw + row * units + u0 + c + wk * 4;
             sp[t][r] = p.sc + row * units + u0 + c + wk * 4;
         }
@@ -281,7 +262,7 @@ DEV void gemm_body(const Gemm& p, int m0, int n0, int split)
     for (int i = 0; i < MT; i++)
 #pragma unroll
         for (int t = 0; t < NT; t++) {
-            float* tile = cs + (wk * 16 * MT + i * 16) * CP + (wr * NT + t) * 16;
+            float* tile = cs + (wk * 16 * MT + i * 16) * CP + (t < NH ? 0 : BO) + (wr * NH + t % NH) * 16;
 #if FRAG == 80
             if (XB == 1) {  // only columns 0..7: the compiler then drops the tensor instructions of the others
                 float* to = tile + 2 * c * CP + x_row;
@@ -295,8 +276,8 @@ DEV void gemm_body(const Gemm& p, int m0, int n0, int split)
             wmma_store(tile, acc[i][t], CP);
         }
     __syncthreads();
-    for (int i = tid; i < 8 * XB * BN; i += T) {
-        int r = i / BN, j = i % BN, m = m0 + r, n = n0 + j;
+    for (int i = tid; i < 8 * XB * BO; i += T) {
+        int r = i / BO, j = i % BO, m = m0 + r, n = n0 + j;
         if (m >= p.M || n >= p.N) continue;
         float v = 0.f;
 #pragma unroll
@@ -307,6 +288,12 @@ DEV void gemm_body(const Gemm& p, int m0, int n0, int split)
         }
         int row = p.rows ? p.rows[m] : m;
         v *= p.gs[n] * W_BACK;
+        if (PAIR) {
+            float up = 0.f;
+#pragma unroll
+            for (int w = 0; w < WK; w++) up += cs[(w * 16 * MT + r) * CP + BO + j];
+            v = v / (1.f + __expf(-v)) * (up * p.gs[n + p.N] * W_BACK);
+        }
         if (p.row_weight) v *= p.row_weight[row];
         if (p.bias) v += hf(p.bias[n]);
         p.y[(size_t)row * p.N + n] = fh(v);
@@ -320,7 +307,7 @@ DEV void gemm_body(const Gemm& p, int m0, int n0, int split)
         int x_stride, float* part, int split_blocks, int kb)                                                            \
     {                                                                                                                   \
         Gemm p = {qw, sc, gs, x, bias, y, nullptr, nullptr, M, N, K, x_stride, 1, part, split_blocks, kb};              \
-        gemm_body<XB, NT, WR, WK, D, KB>(p, blockIdx.y * 8 * XB, blockIdx.x * 16 * NT * WR, blockIdx.z);                \
+        gemm_body<XB, NT, WR, WK, D, KB, false>(p, blockIdx.y * 8 * XB, blockIdx.x * 16 * NT * WR, blockIdx.z);         \
     }
 
 // y[m][n] = sum over the splits, in order, * gs[n] (+ bias[n]); grid (N / 256, M).
@@ -356,10 +343,10 @@ extern "C" __global__ void __launch_bounds__(256) dequant(
     ((uint4*)(out + (size_t)r * K))[i] = make_uint4(o[0], o[1], o[2], o[3]);
 }
 
-// ---- experts, prefill: rows sorted by expert, one block a tile of 8*XB rows ----
+// ---- experts, many pairs: rows sorted by expert, one block a tile of 8*XB rows ----
 // offsets[e], offsets[e+1]: where the pairs of local expert e lie in `rows`; tile_start[e]: tiles before expert e
-// (tile_start[E] is their number). Blocks past it end at once.
-template <int XB, int NT, int WR, int D, int KB>
+// (tile_start[E] is their number). Blocks past it end at once. N: columns of y.
+template <int XB, int NT, int WR, int D, int KB, bool PAIR>
 DEV void moe_gemm(Gemm p, const int* offsets, const int* tile_start, int E)
 {
     int tile = blockIdx.y;
@@ -369,20 +356,22 @@ DEV void moe_gemm(Gemm p, const int* offsets, const int* tile_start, int E)
         int mid = (lo + hi) >> 1;
         if (tile_start[mid] <= tile) lo = mid; else hi = mid;
     }
+    size_t first = (size_t)lo * p.N * (PAIR ? 2 : 1);
     int units = (p.K + 31) >> 5;
-    p.qw += (size_t)lo * p.N * units;
-    p.sc += (size_t)lo * p.N * units;
-    p.gs += (size_t)lo * p.N;
+    p.qw += first * units;
+    p.sc += first * units;
+    p.gs += first;
     p.M = offsets[lo + 1];
-    gemm_body<XB, NT, WR, 1, D, KB>(p, offsets[lo] + (tile - tile_start[lo]) * 8 * XB, blockIdx.x * 16 * NT * WR, 0);
+    gemm_body<XB, NT, WR, 1, D, KB, PAIR>(p, offsets[lo] + (tile - tile_start[lo]) * 8 * XB,
+                                          blockIdx.x * 16 * (PAIR ? NT / 2 : NT) * WR, 0);
 }
-#define MOE_GEMM(XB, NT, WR, D, KB, OCC)                                                                                \
+#define MOE_GEMM(XB, NT, WR, D, KB, OCC, PAIR)                                                                          \
     extern "C" __global__ void __launch_bounds__(WR * 32, OCC)                                                          \
-        moe_gemm_xb##XB##_nt##NT##_wr##WR##_d##D##_kb##KB##_o##OCC(                                                     \
+        moe_gemm_xb##XB##_nt##NT##_wr##WR##_d##D##_kb##KB##_o##OCC##_p##PAIR(                                           \
         const uint4* qw, const u16* sc, const float* gs, const u16* x, u16* y, const int* rows,                         \
         const float* row_weight, const int* offsets, const int* tile_start, int E, int N, int K, int x_stride,          \
         int x_div, int kb)                                                                                              \
     {                                                                                                                   \
         Gemm p = {qw, sc, gs, x, nullptr, y, rows, row_weight, 0, N, K, x_stride, x_div, nullptr, 1 << 20, kb};         \
-        moe_gemm<XB, NT, WR, D, KB>(p, offsets, tile_start, E);                                                             \
+        moe_gemm<XB, NT, WR, D, KB, PAIR>(p, offsets, tile_start, E);                                                   \
     }

@@ -180,38 +180,60 @@ extern "C" __global__ void __launch_bounds__(1024) moe_align(
     if (!e) total[0] = start[E];
 }
 
-// Up to 1024 pairs sorted by their (mapped) expert, stable: order[offsets[e] ..] are those of expert e, in tiles of
+// Up to 8192 pairs sorted by their (mapped) expert, stable: order[offsets[e] ..] are those of expert e, in tiles of
 // `tile_rows` of which tiles[e] is its first. Pairs of no expert of this rank are left out. 1024 threads; E <= 1024.
+// A thread looks for one expert's pairs in one part of them.
 extern "C" __global__ void __launch_bounds__(1024) moe_sort(
     const int* ids, const int* expert_map, int* order, int* offsets, int* tiles, int pairs, int E, int tile_rows)
 {
-    __shared__ int4 list[256];
-    __shared__ int start[1024], tile[1024];
-    const int e = threadIdx.x, quads = (pairs + 3) / 4;
-    int id = e < pairs ? ids[e] : -1;
-    ((int*)list)[e] = expert_map && id >= 0 ? expert_map[id] : id;
+    __shared__ int4 list[2048];
+    __shared__ int counts[1024], start[1024], tile[1024];
+    const int t = threadIdx.x, quads = (pairs + 3) / 4;
+    int width = 32;
+    while (width < E) width *= 2;
+    const int e = t & (width - 1), part = t / width, parts = 1024 / width;
+    const int from = quads * part / parts, to = quads * (part + 1) / parts;
+    for (int i = t; i < 4 * quads; i += 1024) {
+        int id = i < pairs ? ids[i] : -1;
+        ((int*)list)[i] = expert_map && id >= 0 ? expert_map[id] : id;
+    }
     __syncthreads();
     int count = 0;
-    for (int i = 0; i < quads; i++) {
+#pragma unroll 4
+    for (int i = from; i < to; i++) {
         int4 q = list[i];
         count += (q.x == e) + (q.y == e) + (q.z == e) + (q.w == e);
     }
-    int tiles_here = (count + tile_rows - 1) / tile_rows;
-    start[e] = count;
-    tile[e] = tiles_here;
-    for (int o = 1; o < 1024; o <<= 1) {  // sums over the experts up to this one
-        __syncthreads();
-        int a = e >= o ? start[e - o] : 0, b = e >= o ? tile[e - o] : 0;
-        __syncthreads();
-        start[e] += a;
-        tile[e] += b;
+    counts[t] = count;
+    __syncthreads();
+    int all = 0, before = 0;
+    for (int i = 0; i < parts; i++) {
+        if (i == part) before = all;
+        all += counts[i * width + e];
     }
+    const int tiles_here = (all + tile_rows - 1) / tile_rows;
+    if (!part) {
+        start[e] = all;
+        tile[e] = tiles_here;
+    }
+    for (int o = 1; o < width; o <<= 1) {  // sums over the experts up to this one
+        __syncthreads();
+        int a = !part && e >= o ? start[e - o] : 0, b = !part && e >= o ? tile[e - o] : 0;
+        __syncthreads();
+        if (!part) {
+            start[e] += a;
+            tile[e] += b;
+        }
+    }
+    __syncthreads();
     if (e >= E) return;
-    int at = start[e] - count;
-    offsets[e] = at;
-    tiles[e] = tile[e] - tiles_here;
-    if (e == E - 1) { offsets[E] = start[e]; tiles[E] = tile[e]; }
-    for (int i = 0; i < quads; i++) {
+    int at = start[e] - all + before;
+    if (!part) {
+        offsets[e] = at;
+        tiles[e] = tile[e] - tiles_here;
+        if (e == E - 1) { offsets[E] = start[e]; tiles[E] = tile[e]; }
+    }
+    for (int i = from; i < to; i++) {
         int4 q = list[i];
         if (q.x == e) order[at++] = 4 * i;
         if (q.y == e) order[at++] = 4 * i + 1;

@@ -7,18 +7,25 @@ import math
 
 import torch
 
+from voltriton_vllm.sm70 import ops
 from voltriton_vllm.sm70.runtime import Runtime, runtime
-from voltriton_vllm.sm70.variants import DECODE, PREFILL, ceil_div
+from voltriton_vllm.sm70.variants import (
+    COMBINE_SHARED,
+    COMBINE_THREADS,
+    DECODE,
+    PREFILL,
+    Decode,
+    ceil_div,
+    split_count,
+)
 
 HEAD_SIZES = (64, 128, 256)
-_MOST_SPLITS = 64  # what decode_combine takes
-_KEYS_A_SPLIT = 64  # fewer are not worth a block
+BLOCK_QUANTUM = 16  # what a block size of the cache is a multiple of
 
 
-def split_count(device: Runtime, blocks: int, max_length: int) -> int:
-    """Parts the context is cut into so that every multiprocessor has a few blocks."""
-    wanted = ceil_div(4 * device.multiprocessors, blocks)
-    return max(1, min(wanted, ceil_div(max_length, _KEYS_A_SPLIT), _MOST_SPLITS))
+def available() -> bool:
+    """Whether these kernels run on the current device; if not, the reason was logged once."""
+    return ops.available() and runtime(torch.cuda.current_device()).tensor_cores
 
 
 @torch.library.custom_op("voltriton_sm70::paged_decode", mutates_args=("out",), device_types="cuda")
@@ -46,21 +53,49 @@ def paged_decode(
     """
     _check(out, query, key_cache, value_cache, block_table, lengths)
     device = runtime(query.device.index)
-    batch, heads, size = query.shape
+    batch = query.shape[0]
+    if batch == 0:
+        return
+    if not device.tensor_cores:
+        raise ValueError("paged_decode: this device lays tensor-core fragments out in an unknown way")
+    variant = DECODE[device.fragment][query.shape[2], int(key_cache.element_size() == 1)]
+    blocks = batch * _head_chunks(query, key_cache)
+    splits = split_count(variant, blocks, max_length, device.multiprocessors)
+    tensors = (out, query, key_cache, value_cache, block_table, lengths)
+    launch_decode(device, variant, splits, *tensors, scale * k_scale, window, v_scale)
+
+
+def _head_chunks(query: torch.Tensor, key_cache: torch.Tensor) -> int:
+    """Blocks that share a sequence: each takes up to 16 query heads of a key head."""
     key_heads = key_cache.shape[2]
-    group = heads // key_heads
-    bytes_a_value = key_cache.element_size()
-    e4m3 = 256.0 if bytes_a_value == 1 else 1.0  # bytes are expanded to value * 2^-8
-    variant = DECODE[size, int(bytes_a_value == 1)]
-    head_chunks = key_heads * ceil_div(group, 16)
-    splits = split_count(device, batch * head_chunks, max_length)
+    return key_heads * ceil_div(query.shape[1] // key_heads, 16)
+
+
+def launch_decode(
+    device: Runtime,
+    variant: Decode,
+    splits: int,
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    window: int,
+    v_scale: float,
+) -> None:
+    batch, heads, size = query.shape
+    chunks = _head_chunks(query, key_cache)
     part = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=query.device)
     stats = torch.empty(batch, heads, splits, 2, dtype=torch.float32, device=query.device)
+    e4m3 = 256.0 if variant.fp8 else 1.0  # bytes are expanded to value * 2^-8
     device.kernel(variant.name)(
-        (splits, head_chunks, batch),
+        (splits, chunks, batch),
         variant.warps * 32,
         variant.shared_bytes,
         query,
+        out,
         key_cache,
         value_cache,
         block_table,
@@ -70,27 +105,22 @@ def paged_decode(
         *_strides(key_cache, value_cache),
         query.stride(0),
         query.stride(1),
-        heads,
-        group,
-        key_cache.shape[1],
-        block_table.stride(0),
-        window,
-        scale * k_scale * math.log2(math.e) * e4m3,
-    )
-    device.kernel("decode_combine")(
-        (heads, batch, 1),
-        size,
-        (splits + 1) * 4,
-        part,
-        stats,
-        out,
-        heads,
-        splits,
-        size,
         out.stride(0),
         out.stride(1),
+        heads,
+        heads // key_cache.shape[2],
+        key_cache.shape[1],
+        ceil_div(1 << 32, key_cache.shape[1]),
+        block_table.stride(0),
+        window,
+        scale * math.log2(math.e) * e4m3,
         v_scale * e4m3,
     )
+    if splits > 1:
+        ends = (splits, variant.keys, window, out.stride(0), out.stride(1), v_scale * e4m3)
+        device.kernel(f"decode_combine_d{size}")(
+            (heads, batch, 1), COMBINE_THREADS, COMBINE_SHARED, part, stats, lengths, out, *ends
+        )
 
 
 @torch.library.custom_op("voltriton_sm70::paged_prefill", mutates_args=("out",), device_types="cuda")
@@ -136,7 +166,7 @@ def paged_prefill(
         block_table,
         lengths,
         starts,
-        *_strides(key_cache, value_cache),
+        *(ctypes.c_uint64(n) for n in _strides(key_cache, value_cache)),
         query.stride(0),
         query.stride(1),
         out.stride(0),
@@ -150,9 +180,9 @@ def paged_prefill(
     )
 
 
-def _strides(*caches: torch.Tensor) -> list[ctypes.c_uint64]:
+def _strides(*caches: torch.Tensor) -> list[int]:
     """Bytes between blocks, tokens and heads of each cache."""
-    return [ctypes.c_uint64(c.stride(dim) * c.element_size()) for c in caches for dim in range(3)]
+    return [c.stride(dim) * c.element_size() for c in caches for dim in range(3)]
 
 
 def _check(
@@ -178,6 +208,12 @@ def _check(
         raise ValueError("out, query, key_cache, value_cache: the last dimension must be contiguous")
     if query.data_ptr() % 16 or query.stride(0) % 8 or query.stride(1) % 8:
         raise ValueError("query: must be aligned to 16 bytes")
+    if key_cache.shape[1] % BLOCK_QUANTUM:
+        raise ValueError(
+            f"key_cache: got blocks of {key_cache.shape[1]}, allowed are multiples of {BLOCK_QUANTUM}"
+        )
+    if max(_strides(key_cache, value_cache)) >= 1 << 31:
+        raise ValueError("key_cache, value_cache: got strides over 2 GiB")
     if any(c.data_ptr() % 16 or c.stride(1) % 16 or c.stride(2) % 16 for c in (key_cache, value_cache)):
         raise ValueError("key_cache, value_cache: must be aligned to 16 bytes")
     if block_table.dtype != torch.int32 or lengths.dtype != torch.int32:

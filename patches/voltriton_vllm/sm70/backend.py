@@ -14,7 +14,7 @@ import torch
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
-from voltriton_vllm.sm70 import attention, ops
+from voltriton_vllm.sm70 import attention
 
 
 class Sm70AttentionBackend(TritonAttentionBackend):  # type: ignore[misc]  # vLLM is untyped
@@ -31,7 +31,7 @@ class Sm70AttentionImpl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is u
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Here, in the rank: asking makes a CUDA context, which the processes above must not have.
-        self._ready = ops.available()
+        self._ready = attention.available()
 
     def forward(
         self,

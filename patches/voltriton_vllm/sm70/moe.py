@@ -51,9 +51,8 @@ def _(
     return torch.empty_like(x)
 
 
-_NARROW = 256  # intermediate sizes (of a rank) up to this have kernels of their own
-
-_SORT_MOST = 1024  # pairs, and experts, that one block sorts
+_SORT_PAIRS, _SORT_EXPERTS = 8192, 1024  # that one block can sort
+_SORT_WORK = 1 << 19  # pairs times experts from which on it is slower than torch's
 
 Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # words, scale, row scale
 
@@ -68,8 +67,11 @@ class Experts:
 
     def few(self, topk_ids: torch.Tensor) -> bool:
         """Whether most experts get at most one token, so that reading weights once a pair is right."""
-        _, down_bytes = variants.MOE_DOWN.launch(self._intermediate, topk_ids.shape[1])
-        return topk_ids.numel() <= max(self._experts, 16) and down_bytes > 0
+        _, down_bytes = variants.moe_down(topk_ids.shape[0], self._intermediate).launch(
+            self._intermediate, topk_ids.shape[1]
+        )
+        most = variants.moe_pairs_at_once(self._experts, self._intermediate, self._device.fragment)
+        return topk_ids.numel() <= most and down_bytes > 0
 
     def by_pairs(
         self,
@@ -88,8 +90,7 @@ class Experts:
         self, x: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, act: torch.Tensor
     ) -> None:
         """act[pair] = silu(gate) * up of the pair's expert; not written where that is not of this rank."""
-        few = variants.MOE_UP_NARROW if self._intermediate <= _NARROW else variants.MOE_UP
-        variant = few if x.shape[0] < 4 else variants.MOE_UP_MANY
+        variant = variants.moe_up(x.shape[0], self._intermediate)
         steps, shared = variant.staging(self._hidden)
         n, topk = self._intermediate, topk_ids.shape[1]
         grid = (ceil_div(n, variant.rows), topk_ids.numel(), 1)
@@ -107,8 +108,7 @@ class Experts:
         y: torch.Tensor,
     ) -> None:
         n, k, topk = self._hidden, self._intermediate, topk_ids.shape[1]
-        wide = variants.MOE_DOWN_ONE if y.shape[0] == 1 else variants.MOE_DOWN
-        variant = variants.MOE_DOWN_NARROW if k <= _NARROW else wide
+        variant = variants.moe_down(y.shape[0], k)
         warps, shared = variant.launch(k, topk)
         grid = (ceil_div(n, variant.rows), y.shape[0], 1)
         self._device.kernel(variant.name)(
@@ -123,20 +123,15 @@ class Experts:
         expert_map: torch.Tensor | None,
     ) -> torch.Tensor:
         pairs, topk = topk_ids.numel(), topk_ids.shape[1]
-        variant = variants.by_rows(variants.MOE_GEMM, pairs // self._experts)
-        rows, offsets, tiles = self.sort(topk_ids, expert_map, 8 * variant.xb)
+        up, down = variants.by_rows(variants.MOE_GEMM, pairs // self._experts)
+        rows, offsets, tiles = self.sort(topk_ids, expert_map, 8 * up.xb)
         make = torch.empty if expert_map is None else torch.zeros  # pairs of other ranks count as zero
-        h = torch.empty(pairs, 2 * self._intermediate, dtype=torch.float16, device=x.device)
         act = torch.empty(pairs, self._intermediate, dtype=torch.float16, device=x.device)
         out = make(pairs, self._hidden, dtype=torch.float16, device=x.device)
         y = torch.empty_like(x)
-        self.product(variant, self._w13, x, topk, self._hidden, h, rows, None, offsets, tiles)
-        n = act.numel() // 8
-        self._device.kernel("silu_and_mul")(
-            (min(ceil_div(n, 256), 4096), 1, 1), 256, 0, act, h, pairs, self._intermediate
-        )
+        self.product(up, self._w13, x, topk, self._hidden, act, rows, None, offsets, tiles)
         k = self._intermediate
-        self.product(variant, self._w2, act, 1, k, out, rows, topk_weights, offsets, tiles)
+        self.product(down, self._w2, act, 1, k, out, rows, topk_weights, offsets, tiles)
         n = y.numel() // 8
         self._device.kernel("moe_sum")(
             (min(ceil_div(n, 256), 4096), 1, 1), 256, 0, y, out, y.shape[0], topk, self._hidden
@@ -147,7 +142,9 @@ class Experts:
         self, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, tile_rows: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Pairs in the order of their experts (stable), where each expert's begin, and its first tile."""
-        if topk_ids.numel() <= _SORT_MOST and self._experts <= _SORT_MOST:
+        pairs = topk_ids.numel()
+        short = pairs * self._experts <= _SORT_WORK
+        if short and pairs <= _SORT_PAIRS and self._experts <= _SORT_EXPERTS:
             return self._sort_few(topk_ids, expert_map, tile_rows)
         ids = topk_ids.view(-1)
         if expert_map is not None:
@@ -187,14 +184,14 @@ class Experts:
         offsets: torch.Tensor,
         tiles: torch.Tensor,
     ) -> None:
-        """y[pair] = x[pair // pairs_a_row] @ W[expert].T (* row_weight[pair])."""
-        n = packed[0].shape[1]
+        """y[pair] = x[pair // pairs_a_row] @ W[expert].T (* row_weight[pair]), or silu(gate) * up of that."""
+        n = y.shape[1]
         blocks, shared = variant.staging(k, self._device.fragment)
         # As many tiles as there can be; the kernel ends those that there are not.
         most = min(rows.numel(), rows.numel() // (8 * variant.xb) + self._experts)
         ends = (self._experts, n, k, x.stride(0), pairs_a_row, blocks)
         self._device.kernel(variant.name)(
-            (ceil_div(n, variant.rows), most, 1),
+            (ceil_div(n, variant.columns), most, 1),
             variant.threads,
             shared,
             *packed,

@@ -16,7 +16,7 @@ log = logging.getLogger("voltriton.sm70")
 
 _PLAIN_MATRIX = ("fragment_check", "dequant", "split_sum")
 _PLAIN_GLUE = ("rms_norm", "silu_and_mul", "rotary", "topk_softmax", "moe_sum", "moe_align", "moe_sort")
-_PLAIN_ATTENTION = ("decode_combine",)
+_PLAIN_ATTENTION = tuple(f"decode_combine_d{size}" for size in (64, 128, 256))
 _MATRIX = ("sm70_moe.cu", "sm70_gemm.cu")
 _ATTENTION = ("sm70_attention.cu",)
 _GLUE = ("sm70_glue.cu",)
@@ -24,7 +24,7 @@ _GLUE = ("sm70_glue.cu",)
 
 def sources(fragment: int) -> list[str]:
     """The texts that are compiled, each with the variants in use; several, so that they compile side by side."""
-    variants = all_variants()
+    variants = all_variants(fragment)
     files_of = {
         v: _ATTENTION if v.macro in ("DECODE", "PREFILL") else _GLUE if v.macro == "HGEMV" else _MATRIX
         for v in variants
@@ -37,7 +37,7 @@ def sources(fragment: int) -> list[str]:
 
 
 def fragment_of(capability: tuple[int, int]) -> int:
-    """How tensor-core fragments lie in registers (FRAG of csrc/sm70_gemm.cu)."""
+    """How tensor-core fragments lie in registers (FRAG of csrc/sm70_common.cuh)."""
     return 70 if capability < (7, 5) else 80
 
 
@@ -63,7 +63,7 @@ class Runtime:
         return {
             name: module.kernel(name)
             for module, plain, kinds in zip(modules, names, macros, strict=True)
-            for name in (*plain, *(v.name for v in all_variants() if v.macro in kinds))
+            for name in (*plain, *(v.name for v in all_variants(self.fragment) if v.macro in kinds))
         }
 
     def kernel(self, name: str) -> Kernel:

@@ -5,6 +5,7 @@ The choices were measured on an H200 (docs/performance.md); on a V100 they are a
 
 from __future__ import annotations
 
+import functools
 from dataclasses import astuple, dataclass
 from typing import ClassVar, TypeVar
 
@@ -140,7 +141,7 @@ class Gemm(_Variant):
         return self.wr * self.wk * 32
 
     def staging(self, k: int, fragment: int) -> tuple[int, int]:
-        """(blocks of 128 of K a staging, bytes of shared memory); fragment: FRAG of csrc/sm70_gemm.cu."""
+        """(blocks of 128 of K a staging, bytes of shared memory); fragment: FRAG of csrc/sm70_common.cuh."""
         return _gemm_staging(self.xb, self.wk * self.d, self.kb, self.wk * (self.rows + 4), k, fragment)
 
 
@@ -155,7 +156,7 @@ def _gemm_staging(xb: int, quantum: int, kb: int, sums: int, k: int, fragment: i
 
 @dataclass(frozen=True)
 class MoeGemm(_Variant):
-    """`MOE_GEMM` of csrc/sm70_gemm.cu."""
+    """`MOE_GEMM` of csrc/sm70_gemm.cu. pair 1: gate and up at once, and silu(gate) * up is written."""
 
     macro: ClassVar[str] = "MOE_GEMM"
     xb: int
@@ -164,21 +165,25 @@ class MoeGemm(_Variant):
     d: int
     kb: int
     occupancy: int
+    pair: int
 
     @property
     def name(self) -> str:
-        return f"moe_gemm_xb{self.xb}_nt{self.nt}_wr{self.wr}_d{self.d}_kb{self.kb}_o{self.occupancy}"
+        start = f"moe_gemm_xb{self.xb}_nt{self.nt}_wr{self.wr}_d{self.d}_kb{self.kb}"
+        return f"{start}_o{self.occupancy}_p{self.pair}"
 
     @property
-    def rows(self) -> int:
-        return 16 * self.nt * self.wr
+    def columns(self) -> int:
+        """Columns of the output that a block makes."""
+        return 16 * self.nt * self.wr // (2 if self.pair else 1)
 
     @property
     def threads(self) -> int:
         return self.wr * 32
 
     def staging(self, k: int, fragment: int) -> tuple[int, int]:
-        return _gemm_staging(self.xb, self.d, self.kb, self.rows + 4, k, fragment)
+        sums = 16 * self.nt * self.wr + 4
+        return _gemm_staging(self.xb, self.d, self.kb, sums, k, fragment)
 
 
 @dataclass(frozen=True)
@@ -208,24 +213,31 @@ class HalfGemv(_Variant):
 
 @dataclass(frozen=True)
 class Decode(_Variant):
-    """`DECODE` of csrc/sm70_attention.cu: head size, 1 for e4m3 bytes, warps a block."""
+    """`DECODE` of csrc/sm70_attention.cu: head size, 1 for e4m3 bytes; for the rest see `decode_body`."""
 
     macro: ClassVar[str] = "DECODE"
     size: int
     fp8: int
+    tiles: int
+    ring: int
     warps: int
     occupancy: int
 
     @property
     def name(self) -> str:
-        return f"decode_d{self.size}_f{self.fp8}_nw{self.warps}_o{self.occupancy}"
+        start = f"decode_d{self.size}_f{self.fp8}_t{self.tiles}_r{self.ring}"
+        return f"{start}_nw{self.warps}_o{self.occupancy}"
+
+    @property
+    def keys(self) -> int:
+        """Keys that the warps of a block take in a turn."""
+        return 16 * self.tiles * self.warps
 
     @property
     def shared_bytes(self) -> int:
-        row = (self.size + 8) * 2
-        warp = 16 * row + 16 * 20 * 4 + 16 * 24 * 2 + 16 * 4 + 16 * 16
-        at_the_end = self.warps * 16 * (self.size + 2) * 4
-        return max(16 * row + self.warps * warp, at_the_end)
+        warp = 16 * (16 * self.tiles + 4) * 4 + 16 * (16 * self.tiles + 8) * 2 + 16 * 4
+        over_warps = self.warps * 16 * (min(self.size, 128) + 2) * 4
+        return max(16 * (self.size + 8) * 2 + self.warps * warp, over_warps)
 
 
 @dataclass(frozen=True)
@@ -257,7 +269,7 @@ GEMV: dict[int, list[tuple[int, Gemv]]] = {
     1: [
         (20000, Gemv(1, 8, 2, 1, 8, 2, 4)),
         (8000, Gemv(1, 8, 1, 1, 4, 4, 8)),
-        (5500, Gemv(1, 16, 2, 2, 8, 2, 3)),
+        (3500, Gemv(1, 16, 2, 2, 8, 2, 3)),
         (0, Gemv(1, 8, 1, 4, 8, 3, 4)),
     ],
     2: [(16000, Gemv(2, 8, 2, 1, 8, 2, 3)), (0, Gemv(2, 16, 2, 2, 8, 2, 3))],
@@ -299,28 +311,86 @@ def gemm_for(m: int, n: int, k: int, multiprocessors: int) -> tuple[Gemm, int]:
     return min(((v, parts) for v in GEMM[rows] for parts in range(1, most + 1)), key=cost)
 
 
-MOE_UP = MoeUp(8, 2, 2, 8, 2, 4)
-MOE_UP_NARROW = MoeUp(8, 2, 4, 4, 2, 8)  # intermediate size up to 256, less than four tokens
-MOE_UP_MANY = MoeUp(8, 2, 1, 4, 2, 8)  # from four tokens on
+# Intermediate size (of a rank) up to which experts count as narrow.
+MOE_NARROW = 256
+MOE_UP = MoeUp(8, 2, 2, 4, 2, 8)
+MOE_UP_NARROW_ONE = MoeUp(8, 2, 4, 4, 2, 8)  # one token
+MOE_UP_MANY = MoeUp(8, 2, 1, 4, 2, 8)  # from two tokens on, of narrow experts from eight
 MOE_DOWN_ONE = MoeDown(8, 2, 1, 2)
 MOE_DOWN = MoeDown(4, 2, 2, 2)  # from two tokens on
-MOE_DOWN_NARROW = MoeDown(2, 2, 1, 2)  # intermediate size up to 256
-# (least rows an expert on average, variant)
-MOE_GEMM: list[tuple[int, MoeGemm]] = [
-    (128, MoeGemm(8, 2, 4, 1, 1, 2)),
-    (16, MoeGemm(4, 1, 8, 1, 1, 2)),
-    (0, MoeGemm(2, 1, 4, 2, 0, 4)),
+MOE_DOWN_NARROW_FEW = MoeDown(4, 2, 1, 2)  # up to two tokens
+MOE_DOWN_NARROW = MoeDown(2, 2, 2, 2)
+# (least pairs an expert on average, (gate and up, down)); both with the same rows of x a block.
+MOE_GEMM: list[tuple[int, tuple[MoeGemm, MoeGemm]]] = [
+    (128, (MoeGemm(8, 2, 4, 1, 1, 2, 1), MoeGemm(8, 2, 4, 1, 1, 2, 0))),
+    (24, (MoeGemm(4, 2, 4, 1, 1, 3, 1), MoeGemm(4, 1, 8, 1, 1, 2, 0))),
+    (8, (MoeGemm(2, 2, 4, 1, 1, 4, 1), MoeGemm(2, 1, 4, 2, 0, 4, 0))),
+    (0, (MoeGemm(1, 2, 4, 2, 0, 3, 1), MoeGemm(1, 1, 4, 2, 0, 4, 0))),
 ]
+
+
+def moe_up(tokens: int, intermediate: int) -> MoeUp:
+    if tokens == 1 and intermediate <= MOE_NARROW:
+        return MOE_UP_NARROW_ONE
+    return MOE_UP if tokens < (8 if intermediate <= MOE_NARROW else 2) else MOE_UP_MANY
+
+
+def moe_down(tokens: int, intermediate: int) -> MoeDown:
+    if intermediate <= MOE_NARROW:
+        return MOE_DOWN_NARROW_FEW if tokens <= 2 else MOE_DOWN_NARROW
+    return MOE_DOWN_ONE if tokens == 1 else MOE_DOWN
+
+
+def moe_pairs_at_once(experts: int, intermediate: int, fragment: int) -> int:
+    """Up to how many pairs weights are read once a pair, not once an expert (a large L2 holds what is shared)."""
+    return max(experts * (2 if fragment == 80 and intermediate <= MOE_NARROW else 1), 16)
+
+
 HALF_GEMV: dict[int, HalfGemv] = {m: HalfGemv(m, 16, 1, 4, 8, 4, 4) for m in (1, 2)} | {
     m: HalfGemv(m, 16, 2, 2, 8, 2, 3) for m in (3, 4)
 }
 
 
-DECODE: dict[tuple[int, int], Decode] = {
-    (size, fp8): Decode(size, fp8, 4, {64: 4, 128: 3, 256: 2}[size])
-    for size in (64, 128, 256)
-    for fp8 in (0, 1)
+# By FRAG and (head size, 1 for e4m3 bytes). On Volta two lanes hold each element, so a chunk takes twice the registers.
+DECODE: dict[int, dict[tuple[int, int], Decode]] = {
+    70: {
+        (64, 0): Decode(64, 0, 2, 2, 4, 3),
+        (64, 1): Decode(64, 1, 2, 4, 4, 3),
+        (128, 0): Decode(128, 0, 1, 2, 4, 2),
+        (128, 1): Decode(128, 1, 1, 2, 4, 2),
+        (256, 0): Decode(256, 0, 1, 2, 4, 2),
+        (256, 1): Decode(256, 1, 1, 2, 4, 2),
+    },
+    80: {
+        (64, 0): Decode(64, 0, 2, 2, 4, 4),
+        (64, 1): Decode(64, 1, 2, 4, 4, 4),
+        (128, 0): Decode(128, 0, 2, 4, 4, 2),
+        (128, 1): Decode(128, 1, 4, 4, 4, 2),
+        (256, 0): Decode(256, 0, 1, 4, 4, 2),
+        (256, 1): Decode(256, 1, 2, 4, 4, 2),
+    },
 }
+COMBINE_THREADS, COMBINE_SHARED, MOST_SPLITS = (
+    128,
+    (512 + 128 + 1) * 4,
+    128,
+)  # `combine`, csrc/sm70_attention.cu
+
+
+@functools.lru_cache(4096)
+def split_count(variant: Decode, blocks: int, max_length: int, multiprocessors: int) -> int:
+    """Parts that the context of up to max_length keys is cut into, where there are `blocks` blocks a part.
+
+    The blocks that multiprocessors hold run at once: what counts is how many such waves there are, and how many
+    keys a wave takes; starting and ending one takes as long as a turn.
+    """
+    most = max(1, min(ceil_div(max_length, variant.keys), MOST_SPLITS))
+    slots = variant.occupancy * multiprocessors
+    return min(
+        range(1, most + 1),
+        key=lambda n: ceil_div(blocks * n, slots) * (ceil_div(max_length, n * variant.keys) + 1),
+    )
+
 
 PREFILL: dict[tuple[int, int], Prefill] = {
     (size, fp8): Prefill(size, fp8, 8 if size == 128 else 4, {64: 4, 128: 2, 256: 1}[size])
@@ -336,14 +406,22 @@ def by_rows(table: list[tuple[int, T]], n: int) -> T:
     return next(variant for least, variant in table if n >= least)
 
 
-def all_variants() -> list[_Variant]:
-    """Every variant in use, each once."""
+def all_variants(fragment: int) -> list[_Variant]:
+    """Every variant in use where fragments lie as `fragment` says (FRAG of csrc/sm70_common.cuh), each once."""
     found: list[_Variant] = [v for table in GEMV.values() for _, v in table]
     found += [v for choices in GEMM.values() for v in choices]
     found += GEMM_SHORT.values()
-    found += [MOE_UP, MOE_UP_NARROW, MOE_UP_MANY, MOE_DOWN_ONE, MOE_DOWN, MOE_DOWN_NARROW]
-    found += [v for _, v in MOE_GEMM]
+    found += [
+        MOE_UP,
+        MOE_UP_NARROW_ONE,
+        MOE_UP_MANY,
+        MOE_DOWN_ONE,
+        MOE_DOWN,
+        MOE_DOWN_NARROW_FEW,
+        MOE_DOWN_NARROW,
+    ]
+    found += [v for _, both in MOE_GEMM for v in both]
     found += HALF_GEMV.values()
-    found += DECODE.values()
+    found += DECODE[fragment].values()
     found += PREFILL.values()
     return list(dict.fromkeys(found))

@@ -17,12 +17,16 @@
 struct uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
 struct Index { unsigned x, y, z; };
 static Index threadIdx, blockIdx, blockDim, gridDim;
 alignas(32) uint4 smem[6144];
 
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static inline float2 make_float2(float x, float y) { return {x, y}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+static inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
 template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class T> static inline T min(T a, T b) { return a < b ? a : b; }
 template <class T> static inline T max(T a, T b) { return a > b ? a : b; }
@@ -101,6 +105,12 @@ template <class T> static T __shfl_xor_sync(unsigned, T v, int lanes) {
     return got;
 }
 
+static bool __any_sync(unsigned, bool v) {
+    int any = v;
+    for (int lanes = 1; lanes < 32; lanes *= 2) any |= __shfl_xor_sync(~0u, any, lanes);
+    return any;
+}
+
 // ---- half precision ----
 static inline double lo(unsigned v) { return bits<_Float16>((unsigned short)v); }
 static inline double hi(unsigned v) { return bits<_Float16>((unsigned short)(v >> 16)); }
@@ -113,12 +123,15 @@ static inline unsigned habs_add2(unsigned a, unsigned b) { return half2(fabs(lo(
 static inline float2 h2f(unsigned a) { return {(float)lo(a), (float)hi(a)}; }
 static inline float hf(unsigned short a) { return (float)bits<_Float16>(a); }
 static inline unsigned short fh(float x) { return bits<unsigned short>((_Float16)x); }
-static inline uint4 ld_stream(const uint4* p) { return *p; }
+template <class T> static inline T ld_stream(const T* p) { return *p; }
 
 // ---- tensor cores: m16n16k16, D = A * B + D ----
+// Which element of a sum a lane holds is this file's own choice.
+static int sum_row(int e) { return (threadIdx.x & 31) / 4 + 8 * (e >> 1 & 1); }
+static int sum_column(int e) { return 2 * (threadIdx.x & 3) + (e & 1) + 8 * (e >> 2); }
 static void wmma_mma(float (&c)[8], const unsigned (&a)[8], const unsigned (&b)[8]) {
     static unsigned fa[1024][8], fb[1024][8];
-    unsigned me = threadIdx.x, first = me & ~31u, lane = me & 31;
+    unsigned me = threadIdx.x, first = me & ~31u;
     memcpy(fa[me], a, 32);
     memcpy(fb[me], b, 32);
     __syncwarp();
@@ -144,14 +157,42 @@ static void wmma_mma(float (&c)[8], const unsigned (&a)[8], const unsigned (&b)[
         }
 #endif
     }
-    for (int e = 0; e < 8; e++) {
-        int row = (lane >> 2) + 8 * (e >> 1 & 1), column = 2 * (lane & 3) + (e & 1) + 8 * (e >> 2);
-        for (int k = 0; k < 16; k++) c[e] += A[row][k] * B[column][k];
-    }
+    for (int e = 0; e < 8; e++)
+        for (int k = 0; k < 16; k++) c[e] += A[sum_row(e)][k] * B[sum_column(e)][k];
     __syncwarp();
 }
 static void wmma_store(float* p, const float (&c)[8], int ld) {
-    unsigned lane = threadIdx.x & 31;
-    for (int e = 0; e < 8; e++) p[(2 * (lane & 3) + (e & 1) + 8 * (e >> 2)) * ld + (lane >> 2) + 8 * (e >> 1 & 1)] = c[e];
+    for (int e = 0; e < 8; e++) p[sum_column(e) * ld + sum_row(e)] = c[e];
     __syncwarp();
 }
+static void wmma_store_c(float* p, const float (&c)[8], int ld) {
+    for (int e = 0; e < 8; e++) p[sum_row(e) * ld + sum_column(e)] = c[e];
+    __syncwarp();
+}
+static void wmma_load_c(float (&c)[8], const float* p, int ld) {
+    for (int e = 0; e < 8; e++) c[e] = p[sum_row(e) * ld + sum_column(e)];
+    __syncwarp();
+}
+static unsigned half_pair(const unsigned short* p, int step) { return p[0] | (unsigned)p[step] << 16; }
+static void wmma_a(unsigned (&f)[8], const unsigned short* p, int ld) {
+    unsigned l = threadIdx.x & 31;
+#if FRAG == 70
+    for (int i = 0; i < 8; i++) f[i] = half_pair(p + ((l & 3) + 4 * (l >> 4) + 8 * (l >> 2 & 1)) * ld + 2 * i, 1);
+#else
+    for (int i = 0; i < 8; i++) f[i] = half_pair(p + ((l >> 2) + 8 * (i & 1)) * ld + 2 * (l & 3) + 8 * (i >> 1 & 1), 1);
+#endif
+    __syncwarp();
+}
+static void wmma_b(unsigned (&f)[8], const unsigned short* p, int of_column, int of_k) {
+    unsigned l = threadIdx.x & 31;
+#if FRAG == 70
+    for (int i = 0; i < 8; i++) f[i] = half_pair(p + ((l & 3) + 4 * (l >> 4) + 8 * (l >> 3 & 1)) * of_column + 2 * i * of_k, of_k);
+#else
+    for (int i = 0; i < 8; i++)
+        f[i] = half_pair(p + ((l >> 2) + 8 * (i >> 1 & 1)) * of_column + (2 * (l & 3) + 8 * (i & 1)) * of_k, of_k);
+#endif
+    __syncwarp();
+}
+static void wmma_b_col(unsigned (&f)[8], const unsigned short* p, int ld) { wmma_b(f, p, ld, 1); }
+static void wmma_b_row(unsigned (&f)[8], const unsigned short* p, int ld) { wmma_b(f, p, 1, ld); }
+static void wmma_mma_row(float (&c)[8], const unsigned (&a)[8], const unsigned (&b)[8]) { wmma_mma(c, a, b); }
