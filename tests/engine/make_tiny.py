@@ -45,6 +45,15 @@ def make(folder: Path, arch: str, unequal: bool = False, **config: Any) -> Path:
     return folder
 
 
+def overflowing(checkpoint: Path, out: Path) -> Path:
+    """A copy of a ModelOpt checkpoint whose second down_proj multiplies beyond 65504."""
+    shutil.copytree(checkpoint, out)
+    tensors = load_file(out / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight_scale_2"] *= 1e5
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
 def _is_quantised(arch: str, name: str) -> bool:
     module = name.removesuffix(".weight")
     kept = any(fnmatch(module, f"*.{pattern}") for pattern in KEPT[arch])

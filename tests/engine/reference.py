@@ -1,7 +1,8 @@
-"""An engine's logits beside those of Hugging Face in float32 over the same tokens."""
+"""An engine's logits beside those of Hugging Face in float32 over the same tokens, also for a converted checkpoint."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,3 +90,16 @@ def _summary(want: torch.Tensor, got: torch.Tensor, decided: torch.Tensor) -> Co
         same_choice_decided=float(same[decided].float().mean()),
         finite=bool(got.isfinite().all()),
     )
+
+
+def with_the_same_numbers(checkpoint: Path, base: Path, out: Path) -> Path:
+    """A float32 folder of what an NVFP4 checkpoint of `base` says."""
+    from safetensors.torch import load_file, save_file
+    from voltriton.checkpoint.source import Source
+
+    made = Source(checkpoint)
+    shutil.copytree(base, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    matrices = {name: made.matrix(name) for name in load_file(base / "model.safetensors")}
+    tensors = {name: m.rows(0, m.spec.shape[0]) for name, m in matrices.items()}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import make_tiny
 import pytest
-from safetensors.torch import load_file, save_file
 from test_engine_nvfp4 import run
 
 pytestmark = pytest.mark.timeout(600)
@@ -15,12 +14,8 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def overflowing(tmp_path_factory) -> Path:
-    """A tiny Qwen3 in NVFP4 whose second down_proj multiplies beyond 65504."""
-    folder = make_tiny.make(tmp_path_factory.mktemp("tiny") / "qwen3", "qwen3") / "mo_w4a16"
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.1.mlp.down_proj.weight_scale_2"] *= 1e5
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    folder = make_tiny.make(tmp_path_factory.mktemp("tiny") / "qwen3", "qwen3")
+    return make_tiny.overflowing(folder / "mo_w4a16", folder / "overflowing")
 
 
 def last_error(done: subprocess.CompletedProcess[str]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import make_tiny
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from reference import with_the_same_numbers
 from server import Server
 from test_engine_nvfp4 import check, results
 from voltriton.checkpoint.codec import Rule
@@ -132,16 +131,6 @@ LOADED = [
     ("qwen3", Rule.MODELOPT),
     ("qwen3_moe", Rule.COMPRESSED_TENSORS),
 ]
-
-
-def with_the_same_numbers(checkpoint: Path, base: Path, out: Path) -> Path:
-    """A float32 folder of what an NVFP4 checkpoint of `base` says."""
-    made = Source(checkpoint)
-    shutil.copytree(base, out, ignore=shutil.ignore_patterns("*.safetensors"))
-    matrices = {name: made.matrix(name) for name in load_file(base / "model.safetensors")}
-    tensors = {name: m.rows(0, m.spec.shape[0]) for name, m in matrices.items()}
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return out
 
 
 def test_the_engine_reads_the_numbers_that_were_written(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ The host has Python 3.12, PyTorch 2.11 with CUDA 13, Triton, transformers and nu
     2/c90.tar.xz       c90/       vLLM's extension that has the custom all-reduce, likewise
     3/triton.tar.xz    root/      tritonserver, Python backend and the stub for Python 3.12
     3/python.tar.xz    root/      a Python 3.12 of its own with numpy 1.26, for the stub and for the program itself
+    4/stock.tar.xz     c90/       what else a published vLLM needs (test_stock_vllm.py): its extension for experts, likewise
 
 What depends on this checkout (site, ptx) is made anew each time; the rest is kept where it is there already.
 The Python is one built with --enable-shared (pyenv's 3.12): --python names its folder.
@@ -30,8 +31,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "perf"), str(ROOT / "backend"), str(ROOT / "patches")]
@@ -44,6 +46,7 @@ NCCL = "nvidia-nccl-cu12==2.30.7"
 CLIENTS = ("grpcio==1.85.3", "tritonclient==2.73.0", "protobuf==6.33.6", "python-rapidjson==1.25")
 CLIENTS += ("typing-extensions==4.15.0", "ml-dtypes==0.5.4", "packaging==26.4")
 CUSTOM_ALL_REDUCE = "vllm/_C_stable_libtorch.abi3.so"
+EXPERTS = "vllm/_moe_C_stable_libtorch.abi3.so"
 # Not used by the stub or the program: tests, tools, and what only a build needs.
 NOT_IN_PYTHON = (
     "test",
@@ -57,9 +60,10 @@ NOT_IN_PYTHON = (
 )
 # What its modules ctypes and lzma link, and an image with another Python may lack.
 OF_PYTHON, SYSTEM_LIBRARIES = ("libffi.so.8", "liblzma.so.5"), Path("/lib/x86_64-linux-gnu")
+NOT_IN_PACKAGES = ("/tests/", "/locales/", "mistral_common/data/")
 # Not run on Volta: a front end in Rust, kernels for Blackwell.
 NOT_IN_VLLM = ("vllm/vllm-rs", "vllm/third_party/fmha_sm100", "vllm/third_party/tml_fa4")
-FATBIN, ENTRY_ARCH = 0xBA55ED50, 28
+FATBIN, ENTRY_ARCH, PTX = 0xBA55ED50, 28, 1
 
 
 def download(wheels: Path, requirement: str) -> Path:
@@ -87,6 +91,7 @@ def unpack(wheel: Path, target: Path, wanted: Callable[[str], bool] = lambda nam
 def strip_fatbin(path: Path, keep: int) -> None:
     """Zeroes the GPU code for all architectures but one, machine code and PTX: zeros take no room once compressed.
 
+    Where a fat binary has nothing for that one, its newest PTX stays, which the driver compiles.
     A fat binary is `u32 magic, u16 version, u16 header size, u64 size` and entries `u16 kind, u16, u32 header size,
     u64 payload size, ..., at byte 28 the architecture` (undocumented; see voltriton_vllm/nccl.py).
     """
@@ -95,18 +100,37 @@ def strip_fatbin(path: Path, keep: int) -> None:
         start = data.find(magic)
         while start >= 0:
             _, header, size = struct.unpack_from("<HHQ", data, start + 4)
-            at, end = start + header, start + header + size
+            end = start + header + size
             if end > len(data):
                 end = start + 4  # four bytes that look like one
-            while at + 32 <= end:
-                _, _, head, payload = struct.unpack_from("<HHIQ", data, at)
-                (arch,) = struct.unpack_from("<I", data, at + ENTRY_ARCH)
-                if head < 32 or not 10 <= arch < 1000 or at + head + payload > end:
-                    break
-                if arch != keep:
-                    data[at + head : at + head + payload] = bytes(payload)
-                at += head + payload
+            found = list(_entries(data, start + header, end))
+            newest = max((e.arch for e in found if e.kind == PTX and e.arch <= keep), default=0)
+            kept = [e for e in found if e.arch == keep] or [
+                e for e in found if (e.kind, e.arch) == (PTX, newest)
+            ]
+            for entry in found:
+                if entry not in kept:
+                    data[entry.begin : entry.end] = bytes(entry.end - entry.begin)
             start = data.find(magic, end)
+
+
+class Entry(NamedTuple):
+    """Of a fat binary; `begin` and `end` of its code."""
+
+    kind: int
+    arch: int
+    begin: int
+    end: int
+
+
+def _entries(data: mmap.mmap, at: int, end: int) -> Iterator[Entry]:
+    while at + 32 <= end:
+        kind, _, head, payload = struct.unpack_from("<HHIQ", data, at)
+        (arch,) = struct.unpack_from("<I", data, at + ENTRY_ARCH)
+        if head < 32 or not 10 <= arch < 1000 or at + head + payload > end:
+            return
+        yield Entry(kind, arch, at + head, at + head + payload)
+        at += head + payload
 
 
 class Kit:
@@ -141,7 +165,7 @@ class Kit:
             unpack(
                 download(self._wheels, line),
                 root / "site",
-                lambda n: "/tests/" not in n and "/locales/" not in n,
+                lambda n: not any(part in n for part in NOT_IN_PACKAGES),
             )
 
     def ptx(self, root: Path) -> None:
@@ -163,6 +187,14 @@ class Kit:
         small = [f"vllm/{name}.abi3.so" for name in ("cumem_allocator", "fs_io_C", "spinloop")]
         unpack(download(self._wheels, VLLM), root / "c90", lambda n: n in [CUSTOM_ALL_REDUCE, *small])
         strip_fatbin(root / "c90" / CUSTOM_ALL_REDUCE, 90)
+
+    def stock(self, root: Path) -> None:
+        unpack(download(self._wheels, VLLM), root / "c90", lambda n: n == EXPERTS)
+        strip_fatbin(root / "c90" / EXPERTS, 90)
+        # A published vLLM refuses to start without FlashAttention. Its library is large; TRITON_ATTN is what runs there.
+        attention = root / "c90" / "vllm" / "vllm_flash_attn"
+        attention.mkdir()
+        (attention / "_vllm_fa3_C.py").touch()
 
     def triton(self, root: Path) -> None:
         home = "pytriton/tritonserver/"
@@ -225,6 +257,7 @@ PARTS = {
     "c90": 2,
     "triton": 3,
     "python": 3,
+    "stock": 4,
 }
 ANEW = ("site", "ptx")
 

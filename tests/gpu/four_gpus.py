@@ -2,10 +2,11 @@
 
     tests/gpu/four_gpus.sh PARTS -- STEP... --out FOLDER [--ranks N] [--cpu --python .venv/bin/python]
 
-Steps: `tiny` (greedy tokens of N ranks against one, near-ties aside; one rank killed with streams open), `all-reduce`,
-`Qwen3-32B` and `qwen4_exp` (random NVFP4 weights: time to READY, tokens/s, time to the first token, a rank killed, a
-sweep by perf_analyzer). A part of a step that fails, or is not done in its time, is a row; the rest goes on. `--cpu` runs
-the same on vLLM's CPU engine with a small shape. Prompts and answers are token ids: no tokenizer is needed.
+Steps: `tiny` (greedy tokens of one rank against float32 and of N ranks against one, near-ties aside; a sweep with columns
+of the cards; the engine, or one of its ranks, killed with streams open), `all-reduce`, `Qwen3-32B` and `qwen4_exp` (random
+NVFP4 weights: time to READY, tokens/s, time to the first token, a rank killed, a sweep by perf_analyzer). A part of a step
+that fails, or is not done in its time, is a row; the rest goes on. `--cpu` runs the same on vLLM's CPU engine with a small
+shape. Prompts and answers are token ids: no tokenizer is needed.
 
 On the lent machines (kind `nvidia-h200-x4`, 30 minutes of device time in all): first, on the machine with the checkout,
 
@@ -22,7 +23,8 @@ and then these calls, each as soon as the one before has answered (the machine s
 The times are estimates, 18 minutes of 30 (engines alone took 45 and 115 s to start,
 perf/results/end-to-end-h200x4.txt); the machine's start and the transfers come to them. A line of results.txt with
 FAILED says what broke, logs.tar.xz of the same call has the server's log. Where `tiny` gets no server ready, give the
-machine back and mend it here: the other steps would break likewise. Without part 2 ranks use PyTorch's own NCCL.
+machine back and mend it here: the other steps would break likewise. Without part 2 ranks use PyTorch's own NCCL. On a
+machine with one GPU the first two calls do (`tiny`, 2 min).
 """
 
 from __future__ import annotations
@@ -130,20 +132,24 @@ class Report:
 
     @contextlib.contextmanager
     def part(self, name: str, limit_s: int) -> Iterator[None]:
-        """What fails inside, or is not done in time, is a row. The main thread must be in Python code, not in gRPC."""
+        """What fails inside, or is not done in time, is a row. The main thread must be in Python code, not in gRPC.
+
+        A part inside another: that one's time goes on after it.
+        """
 
         def late(*_: object) -> None:
             raise TimeoutError(f"not done within {limit_s} s")
 
-        signal.signal(signal.SIGALRM, late)
-        signal.alarm(limit_s)
+        began, before = time.monotonic(), signal.signal(signal.SIGALRM, late)
+        left_s = signal.alarm(limit_s)
         try:
             yield
         except Exception as error:
             self.failed = True
             self.row(name, FAILED=f"{type(error).__name__}: {error}"[-1500:])
         finally:
-            signal.alarm(0)
+            signal.signal(signal.SIGALRM, before)
+            signal.alarm(max(1, left_s - int(time.monotonic() - began)) if left_s else 0)
 
 
 def _short(value: Any) -> Any:
@@ -365,14 +371,17 @@ def analyzer_input(count: int, tokens: int) -> dict[str, Any]:
 
 
 def kill_rank(server: Server, streams: int, tokens: int, back_s: float) -> dict[str, Any]:
-    """SIGKILL of the last rank with streams open. AssertionError where a stream does not end as it must."""
+    """SIGKILL of the last rank with streams open; a single rank is in the engine's own process.
+
+    AssertionError where a stream does not end as it must.
+    """
     engine = [pid for pid in server.children() if command_line(pid).startswith("VLLM::")]
-    workers = [pid for pid in engine if command_line(pid).startswith("VLLM::Worker")]
+    ranks = [pid for pid in engine if command_line(pid).startswith("VLLM::Worker")] or engine
     followed = [open_stream(server, 16, tokens) for _ in range(streams)]
     for stream in followed:
         stream.wait_for_text(60)
     began = time.monotonic()
-    os.kill(max(workers), signal.SIGKILL)
+    os.kill(max(ranks), signal.SIGKILL)
     for stream in followed:
         stream.wait(STREAMS_END_S)
         stream.close()
@@ -426,10 +435,10 @@ def margins(stream: Follow) -> list[float]:
 
 
 def compare(one: list[list[tuple[int, float]]], many: list[list[tuple[int, float]]]) -> dict[str, int]:
-    """Up to the first difference of a sequence: what follows has another prompt."""
+    """Up to the first difference of a sequence: what follows has another prompt. As far as both go."""
     found = {"positions": 0, "equal": 0, "near_ties": 0, "different": 0}
     for a, b in zip(one, many, strict=True):
-        for (token, margin), (other, _) in zip(a, b, strict=True):
+        for (token, margin), (other, _) in zip(a, b, strict=False):
             found["positions"] += 1
             found["equal"] += token == other
             if token != other:
@@ -443,23 +452,78 @@ def tiny(setup: Setup, report: Report) -> None:
     folder = setup.work / "tiny"
     if not folder.exists():
         code = "import json, pathlib, sys, make_tiny as m; m.make(pathlib.Path(sys.argv[1]), 'qwen3', **json.loads(sys.argv[2]))"
-        command = [setup.python, "-c", code, str(folder), json.dumps(TINY)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests/engine")}
-        subprocess.run(command, check=True, timeout=240, env=environment)
+        run_engine_python(setup, "-c", code, str(folder), json.dumps(TINY))
     arguments: dict[str, Any] = {"max_model_len": 3500}
     if not setup.cpu:
         arguments["gpu_memory_utilization"] = 0.05
-    answers: dict[int, list[list[tuple[int, float]]]] = {}
-    for ranks in (1, setup.ranks):
+    answers: dict[str, list[list[tuple[int, float]]]] = {}
+    with report.part("tiny, float32", 120):
+        answers["float32"] = reference_answers(setup, folder / "deq")
+    for ranks in sorted({1, setup.ranks}):
         with (
             report.part(f"tiny, {ranks} ranks", 400),
             serving(setup, report, f"tiny-{ranks}", folder / "mo_w4a4", ranks, 240, **arguments) as server,
         ):
-            answers[ranks] = greedy(server)
-            if ranks > 1:
-                compared = compare(answers[1], answers[ranks]) if 1 in answers else {}
-                report.row(f"tiny, {ranks} ranks against 1", **compared, ok=compared.get("different") == 0)
-                report.row("tiny, rank killed", **kill_rank(server, 4, 3000, 180))
+            found = greedy(server)
+            for other, expected in answers.items():
+                compared = compare(expected, found)
+                ok = compared["different"] == 0
+                report.row(f"tiny, {ranks} ranks against {other}", **compared, ok=ok)
+            answers[f"{ranks} ranks"] = found
+            if ranks == 1:
+                with report.part("tiny, sweep", 120):
+                    report.row("tiny, sweep", **gpu_columns(setup, report, server, folder / "base"))
+            report.row(f"tiny, one of {ranks} ranks killed", **kill_rank(server, 4, 3000, 180))
+
+
+def run_engine_python(setup: Setup, *words: str) -> None:
+    paths = joined([ROOT / name for name in ("tests/engine", "backend", "perf", "clients")])
+    environment = {**os.environ, "PYTHONPATH": f"{setup.kit / 'clients'}:{paths}"}
+    done = subprocess.run(
+        [setup.python, *words], capture_output=True, text=True, timeout=240, env=environment
+    )
+    if done.returncode:
+        raise RuntimeError(f"{words[:3]}: {(done.stdout + done.stderr)[-1200:]}")
+
+
+def reference_answers(setup: Setup, model: Path) -> list[list[tuple[int, float]]]:
+    """As `greedy`, by Hugging Face in float32."""
+    code = (
+        "import json, sys, logits; found = logits.hf(sys.argv[1], {'prompts': json.loads(sys.argv[2])}); "
+        "margins = [[float(a - b) for a, b in (row.topk(2).values for row in rows)] for rows in found['steps']]; "
+        "json.dump([found['tokens'], margins], open(sys.argv[3], 'w'))"
+    )
+    out = setup.work / "reference.json"
+    run_engine_python(setup, "-c", code, str(model), json.dumps(TEXTS), str(out))
+    tokens, margins = json.loads(out.read_text())
+    return [list(zip(a, b, strict=True)) for a, b in zip(tokens, margins, strict=True)]
+
+
+def gpu_columns(setup: Setup, report: Report, server: Server, model: Path) -> dict[str, Any]:
+    """`voltriton sweep` by the engine's Python, which has NVML: what it says of the cards."""
+    words = ["--server", server.grpc_url, "--metrics", f"http://127.0.0.1:{server.metrics}/metrics"]
+    words += [
+        "--tokenizer",
+        str(model),
+        "--prompt-tokens",
+        "64",
+        "--output-tokens",
+        "256",
+        "--tool",
+        "client",
+    ]
+    words += ["--concurrency", "1", "8", "--requests", "24", "--out", str(report.out), "--name", "sweep"]
+    run_engine_python(setup, "-m", "voltriton.cli", "sweep", *words)
+    found = json.loads((report.out / "sweep.json").read_text())
+    return {
+        "cards": [card["name"] for card in found["setup"]["hardware"]["gpus"]],
+        **{
+            f"{level['value']:g} streams": {k: v for k, v in level["server"].items() if k.startswith("gpu")}
+            for level in found["levels"]
+        },
+        "failed": [level["failed"] for level in found["levels"]],
+        "tokens_s": [level["summary"]["output_tokens_s"] for level in found["levels"]],
+    }
 
 
 def all_reduce(setup: Setup, report: Report) -> None:
@@ -495,7 +559,7 @@ def full_size(setup: Setup, report: Report, name: str) -> None:
     if not setup.cpu:
         arguments |= FULL_SIZE | MORE[name]
     with contextlib.ExitStack() as stack:
-        # The time to READY is held by the server's own limit: a part inside would end this one's clock.
+        # The time to READY is held by the server's own limit.
         try:
             server = stack.enter_context(serving(setup, report, name, folder, setup.ranks, 300, **arguments))
         except (RuntimeError, OSError) as error:

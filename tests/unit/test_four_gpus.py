@@ -16,8 +16,8 @@ def _programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(GPU), *sys.path])
 
 
-def entry(arch: int, payload: bytes) -> bytes:
-    return struct.pack("<HHIQ12xI", 2, 0, 32, len(payload), arch) + payload
+def entry(arch: int, payload: bytes, kind: int = 2) -> bytes:
+    return struct.pack("<HHIQ12xI", kind, 0, 32, len(payload), arch) + payload
 
 
 def fatbin(*entries: bytes) -> bytes:
@@ -29,8 +29,10 @@ def test_only_the_code_of_one_architecture_is_kept(tmp_path: Path) -> None:
     import build_four_gpus_kit as kit
 
     def library(other: bytes) -> bytes:
-        one = fatbin(entry(70, other), entry(90, b"n" * 24))
-        return b"head" + one + b"between" + fatbin(entry(90, b"m" * 8), entry(100, other)) + b"tail"
+        one = fatbin(entry(70, other), entry(90, b"n" * 24), entry(80, other, kind=1))
+        two = fatbin(entry(90, b"m" * 8), entry(100, other))
+        ptx = fatbin(entry(80, other), entry(75, other, 1), entry(80, b"p" * 16, 1), entry(100, other, 1))
+        return b"head" + one + b"between" + two + ptx + b"tail"
 
     path = tmp_path / "library.so"
     path.write_bytes(library(b"v" * 40) + struct.pack("<I", 0xBA55ED50) + b"looks like one, and is none")
@@ -59,8 +61,14 @@ def test_a_part_that_fails_or_is_late_is_a_row_and_the_rest_goes_on(tmp_path: Pa
         four_gpus.wait_for(lambda: False, 30, "what does not come")
     with report.part("well", 5):
         report.row("well", tokens_s=12.25)
+    with report.part("late outside", 2):
+        with report.part("broken inside", 5):
+            raise RuntimeError("no such thing")
+        four_gpus.wait_for(lambda: False, 30, "what does not come")
     text = (tmp_path / "results.txt").read_text()
     assert "broken: FAILED RuntimeError: no such thing" in text
     assert "late: FAILED TimeoutError: not done within 1 s" in text
     assert "well: tokens_s 12.25" in text
+    assert "broken inside: FAILED RuntimeError" in text
+    assert "late outside: FAILED TimeoutError: not done within 2 s" in text
     assert report.failed
