@@ -70,10 +70,21 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+class Models(dict[str, Path]):
+    """Made when they are first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._root = root
+
+    def __missing__(self, arch: str) -> Path:
+        self[arch] = make_tiny.make(self._root / arch, arch, **SIZES[arch])
+        return self[arch]
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tiny")
-    return {arch: make_tiny.make(root / arch, arch, **sizes) for arch, sizes in SIZES.items()}
+    return Models(tmp_path_factory.mktemp("tiny"))
 
 
 FORCED = {"VOLTRITON_FORCE_CAPABILITY": "7.0"}

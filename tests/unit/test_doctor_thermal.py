@@ -63,8 +63,12 @@ class FakeNvml:
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
         return self._value(handle, SimpleNamespace(gpu=93))
 
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
-        return self._value(handle, SimpleNamespace(used=30 << 30, total=32 << 30))
+    nvmlMemory_v2 = 0x2000028
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int, version: int | None = None) -> Any:
+        kept_by_the_driver = 0 if version == self.nvmlMemory_v2 else 600 << 20
+        used = (30 << 30) + kept_by_the_driver
+        return self._value(handle, SimpleNamespace(used=used, total=32 << 30))
 
     def nvmlDeviceGetClockInfo(self, handle: int, kind: int) -> int:
         return self._value(handle, {1: 1380, 2: 877}[kind])
@@ -122,6 +126,7 @@ def test_values_and_units(nvml: FakeNvml) -> None:
     assert found["voltriton_gpu_power_limit_watts", "0"] == 300
     assert found["voltriton_gpu_clock_hertz", "sm", "0"] == 1380e6
     assert found["voltriton_gpu_utilization_ratio", "0"] == 0.93
+    assert found["voltriton_gpu_memory_used_bytes", "0"] == 30 << 30, "as nvidia-smi counts it"
     assert found["voltriton_gpu_memory_errors_total", "1"] == 1
     assert found["voltriton_gpu_throttled_seconds_total", "0", "thermal"] == 2.5
     throttled = {

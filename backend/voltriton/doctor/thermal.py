@@ -112,8 +112,8 @@ class Cards(Collector):
                 "share of the last sample with a kernel running",
                 lambda h: nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100,
             ),
-            ("memory_used_bytes", "of the card's memory", lambda h: nvml.nvmlDeviceGetMemoryInfo(h).used),
-            ("memory_total_bytes", "of the card", lambda h: nvml.nvmlDeviceGetMemoryInfo(h).total),
+            ("memory_used_bytes", "of the card's memory", lambda h: self._memory(h).used),
+            ("memory_total_bytes", "of the card", lambda h: self._memory(h).total),
         )
         for name, text, read in simple:
             yield name, text, lambda handle, read=read: [((), float(read(handle)))]  # type: ignore[misc]
@@ -136,9 +136,13 @@ class Cards(Collector):
                 family.add_metric([str(index), self._names[index], *extra], value)
         return family
 
+    def _memory(self, handle: Any) -> Any:
+        """The second form: the first counts what the driver keeps for itself as used, which nvidia-smi does not."""
+        return self._nvml.nvmlDeviceGetMemoryInfo(handle, version=self._nvml.nvmlMemory_v2)
+
     def _answers(self, handle: Any) -> bool:
         try:
-            self._nvml.nvmlDeviceGetMemoryInfo(handle)
+            self._memory(handle)
         except self._nvml.NVMLError:
             return False
         return True
