@@ -116,15 +116,15 @@ def result(done: subprocess.CompletedProcess[str], out: Path) -> dict[str, Any]:
     return found
 
 
-def check(case: str, arch: str, numbers: Path, found: dict[str, Any]) -> None:
-    """`numbers`: a folder of the dequantised weights."""
+def check(case: str, arch: str, numbers: Path, found: dict[str, Any], all_positions: bool = True) -> None:
+    """`numbers`: a folder of the dequantised weights. `all_positions`: hold the mean of all to its bound too."""
     compared = reference.compare(numbers, PROMPTS, found)
     report(f"{arch}, {case}", compared)
     largest, mean = FLOAT16[arch]
     assert compared.finite
     assert compared.decided >= 10, "positions that can be held to the bound"
     assert compared.largest_decided < 2 * largest
-    assert compared.mean < 2 * mean
+    assert not all_positions or compared.mean < 2 * mean
     assert compared.same_choice_decided == 1.0
 
 

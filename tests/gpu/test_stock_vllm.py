@@ -32,7 +32,8 @@ SCHEMES = {
     "ModelOpt NVFP4": ["--layout", "modelopt", "--scheme", "w4a4"],
 }
 TEXT = "hello world, this is a test of the tokenizer; once more with feeling, a zebra. " * 40
-ENGINES: dict[str, dict[str, Any]] = {
+ARCHS = ["qwen3", "qwen3_moe"]
+WAYS: dict[str, dict[str, Any]] = {
     "eager": {"max_num_seqs": 8, "attention_backend": "TRITON_ATTN"},
     "graphs": {"max_num_seqs": 8, "attention_backend": "TRITON_ATTN", "enforce_eager": False},
 }
@@ -69,33 +70,35 @@ def checkpoint(models: dict[str, Path], tmp_path: Path, arch: str, scheme: str) 
     return tmp_path / "nvfp4"
 
 
-@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+@pytest.fixture
+def numbers(models: dict[str, Path], checkpoint: Path, tmp_path: Path, arch: str) -> Path:  # noqa: F811
+    return reference.with_the_same_numbers(checkpoint, models[arch] / "base", tmp_path / "numbers")
+
+
+def check(case: str, arch: str, numbers: Path, found: dict[str, Any]) -> None:
+    """With experts the mean of all positions says at how many near-ties a router went the other way, and no more."""
+    volta.check(case, arch, numbers, found, all_positions=arch == "qwen3")
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("scheme", list(SCHEMES))
+@pytest.mark.parametrize("way", list(WAYS))
 def test_a_converted_checkpoint_in_a_published_vllm(
-    models: dict[str, Path],  # noqa: F811
-    stock: Path,
-    checkpoint: Path,
-    tmp_path: Path,
-    arch: str,
-    scheme: str,
+    stock: Path, checkpoint: Path, numbers: Path, tmp_path: Path, arch: str, scheme: str, way: str
 ) -> None:
-    numbers = reference.with_the_same_numbers(checkpoint, models[arch] / "base", tmp_path / "numbers")
     path = {"PYTHONPATH": f"{stock}:{os.environ.get('PYTHONPATH', '')}", "VLLM_PLUGINS": ""}
-    for way, arguments in ENGINES.items():
-        out = tmp_path / f"{way}.pt"
-        done = volta.start(checkpoint, out, arguments, **path)
-        log = done.stdout + done.stderr
-        assert "voltriton" not in log.replace(str(volta.ROOT), ""), "no plugin of ours was to be loaded"
-        volta.report(
-            f"{arch}, {scheme}, {way}", [line[-120:] for line in log.splitlines() if "NVFP4" in line.upper()]
-        )
-        volta.check(f"{scheme}, published vLLM, {way}", arch, numbers, volta.result(done, out))
+    done = volta.start(checkpoint, tmp_path / "out.pt", WAYS[way], **path)
+    log = done.stdout + done.stderr
+    assert "voltriton" not in log.replace(str(volta.ROOT), ""), "no plugin of ours was to be loaded"
+    chosen = [line.partition("] ")[2] for line in log.splitlines() if "NvFp4" in line and "Using" in line]
+    volta.report(f"{arch}, {scheme}, {way}", chosen)
+    check(f"{scheme}, published vLLM, {way}", arch, numbers, volta.result(done, tmp_path / "out.pt"))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+def test_a_converted_checkpoint_on_the_path_of_a_v100(
+    checkpoint: Path, numbers: Path, tmp_path: Path, arch: str, scheme: str
+) -> None:
     ours = volta.run_engine(checkpoint, tmp_path / "ours.pt", {"max_num_seqs": 8})
-    volta.check(f"{scheme}, ours", arch, numbers, ours)
-    published = torch.load(tmp_path / "eager.pt")[0]
-    volta.report(
-        f"{arch}, {scheme}, published vLLM beside ours",
-        f"largest difference over the prompts {float((published['logits'] - ours['logits']).abs().max()):.2e}, "
-        f"tokens equal {sum(a == b for a, b in zip(published['tokens'], ours['tokens'], strict=True))} "
-        f"of {len(ours['tokens'])} answers",
-    )
+    check(f"{scheme}, ours", arch, numbers, ours)
