@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 SHAPES = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536)}
-ROWS = (1, 8, 512)
+ROWS = (1, 8, 64, 512)
 Path = Callable[[torch.Tensor, int], torch.Tensor]
 
 
@@ -63,7 +63,7 @@ def step_ms(path: Path, inputs: list[torch.Tensor]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--isa", help="avx2, avx512 or avx512bf16 instead of the best one")
+    parser.add_argument("--isa", help="avx2, avx512, avx512bf16 or amx instead of the best one")
     args = parser.parse_args()
     if args.isa:
         os.environ["VOLTRITON_CPU_ISA"] = args.isa
@@ -77,7 +77,8 @@ def main() -> None:
         path, sizes[name] = vllm_path(matrices, dtype)
         paths[f"vllm {name}"], paths[f"ours {name}"] = (path, dtype), (ours, dtype)
     print(
-        f"threads {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}, isa {args.isa or 'best'}"
+        f"threads {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}, isa {args.isa or 'best'}, "
+        f"load {os.getloadavg()[0]:.1f}"
     )
     print("weights, MB: " + ", ".join(f"{name} {size / 1e6:.1f}" for name, size in sizes.items()))
     print(f"ours / bf16 memory: {sizes['ours'] / sizes['bf16']:.3f}")

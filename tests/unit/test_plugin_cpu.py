@@ -13,7 +13,7 @@ from voltriton_vllm.cpu import build, linear
 # Relative to the largest result: rounding of the result's type, and float32 sums in another order.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 SHAPES = [(960, 576), (64, 1552), (50, 32), (1, 16), (33, 2048)]
-ROWS = [0, 1, 2, 3, 5, 8, 11, 12, 13, 100]
+ROWS = [0, 1, 2, 3, 5, 8, 11, 12, 13, 16, 17, 32, 33, 100]
 
 
 @pytest.fixture(scope="module")
@@ -70,19 +70,79 @@ def test_factors_of_another_type_are_refused(kernel):
         linear.linear(torch.randn(1, 64), wrong)
 
 
-@pytest.mark.parametrize("isa", ["avx2", "avx512"])
-def test_narrower_instruction_sets(kernel, isa):
-    if isa not in "".join(build._cpu_flags()):
-        pytest.skip(f"this CPU has no {isa}")
+def every_pair(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel makes of each code with each finite scale, [16 columns, N], and what it should be."""
+    scale = torch.arange(256, dtype=torch.uint8)
+    scale = scale[scale & 0x7F != 0x7F].view(-1, 1)
+    packed = (torch.arange(0, 16, 2) | (torch.arange(1, 16, 2) << 4)).to(torch.uint8).repeat(len(scale), 1)
+    parts = packed, scale.view(torch.float8_e4m3fn), torch.tensor(0.25)
+    found = linear.linear(torch.eye(16, dtype=dtype), linear.pack(*parts))
+    return found, dequantise(*parts, torch.float32).t().to(dtype)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_each_code_with_each_scale_is_exact(kernel, dtype):
+    found, wanted = every_pair(dtype)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("isa", ["avx2", "avx512", "avx512bf16", "amx"])
+def test_each_instruction_set(kernel, isa):
+    """In a process of its own: the choice is made once."""
+    flag = {"avx512": "avx512bw", "avx512bf16": "avx512_bf16", "amx": "amx_bf16"}.get(isa, isa)
+    if flag not in build._cpu_flags():
+        pytest.skip(f"this CPU has no {flag}")
     code = (
         "import test_plugin_cpu as t; t.build.load()\n"
         "for d in t.BOUNDS:\n"
-        "    for m in (1, 3, 8, 40):\n"
-        "        assert t.worst(m, (50, 576), d, True, True) < t.BOUNDS[d], (d, m)\n"
+        "    assert t.torch.equal(*t.every_pair(d)), d\n"
+        "    for m in (1, 3, 8, 16, 17, 40):\n"
+        "        for shape in ((50, 576), (33, 1296)):\n"
+        "            assert t.worst(m, shape, d, True, True) < t.BOUNDS[d], (d, m, shape)\n"
     )
-    environment = os.environ | {"VOLTRITON_CPU_ISA": isa, "PYTHONPATH": os.path.dirname(__file__)}  # noqa: PTH120
+    path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])  # noqa: PTH120
+    environment = os.environ | {"VOLTRITON_CPU_ISA": isa, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_the_number_of_threads_changes_no_bit(kernel, dtype):
+    packed = linear.pack(*random_nvfp4(130, 1296, per_row=True))
+    before = torch.get_num_threads()
+    try:
+        for rows in (5, 70, 300):
+            x = torch.randn(rows, 1296).to(dtype)
+            results = []
+            for threads in (1, 2, 3, 7):
+                torch.set_num_threads(threads)
+                results.append(linear.linear(x, packed))
+            assert all(torch.equal(results[0], result) for result in results)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_infinities_and_nan_stay_in_their_row(kernel, dtype, value):
+    packed = torch.full((32, 24), 0x22, dtype=torch.uint8)  # every weight is 1
+    parts = packed, torch.ones(32, 3).to(torch.float8_e4m3fn), torch.tensor(1.0)
+    for rows in (2, 20):
+        x = torch.ones(rows, 48, dtype=dtype)
+        x[1, 7] = value
+        y = linear.linear(x, linear.pack(*parts)).float()
+        torch.testing.assert_close(y[1], torch.full((32,), value), equal_nan=True)
+        assert bool((y[0] == 48).all() and (y[2:] == 48).all())
+
+
+def test_beside_vector_code_and_onednn(kernel):
+    """AMX's registers are a thread's: what runs before and after our kernel finds them as it needs them."""
+    packed = linear.pack(*random_nvfp4(64, 128, per_row=False))
+    x, w = torch.randn(64, 128).bfloat16(), torch.randn(96, 128).bfloat16()
+    first = torch.nn.functional.linear(x, w), linear.linear(x, packed)
+    for _ in range(3):
+        assert torch.equal(first[0], torch.nn.functional.linear(x, w))
+        assert torch.equal(first[1], linear.linear(x, packed))
 
 
 def test_leading_dimensions_are_kept(kernel):
@@ -131,3 +191,24 @@ def test_a_compiler_that_fails_is_named_and_leaves_nothing(tmp_path, monkeypatch
     with pytest.raises(build.BuildError, match=r"broken-c\+\+ cannot compile .*no such thing"):
         build.library()
     assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_a_compiler_without_amx_builds_the_rest(tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    compiler = tmp_path / "old-c++"
+    compiler.write_text(
+        f"""#!/bin/sh
+case "$*" in *-mamx*) echo "error: unrecognized command-line option '-mamx-tile'" >&2; exit 1;; esac
+echo "$*" >> {log}
+while [ $# -gt 1 ]; do [ "$1" = -o ] && touch "$2"; shift; done
+"""
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("VOLTRITON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(compiler))
+    assert build.library().is_file()
+    operator, link = log.read_text().splitlines()[-2:]
+    assert "-DWITH_AVX512BF16 " in operator
+    assert "AMX" not in operator
+    assert "avx512bf16.o" in link
+    assert "amx.o" not in link

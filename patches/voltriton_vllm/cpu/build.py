@@ -21,12 +21,18 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parents[1] / "csrc"
-KERNELS, OPERATOR, HEADER = "cpu_nvfp4_kernels.cpp", "cpu_nvfp4_ops.cpp", "cpu_nvfp4.h"
+KERNELS, OPERATOR = "cpu_nvfp4_kernels.cpp", "cpu_nvfp4_ops.cpp"
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 # One object file each; the operator chooses among them when it is first called.
-INSTRUCTION_SETS = {"avx2": AVX2, "avx512": AVX512, "avx512bf16": (*AVX512, "-mavx512bf16")}
+AVX512_BF16 = (*AVX512, "-mavx512bf16")
+INSTRUCTION_SETS = {
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "avx512bf16": AVX512_BF16,
+    "amx": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
+}
 BUILD_LIMIT_S = 300
 
 
@@ -119,8 +125,8 @@ def _run(command: list[str]) -> str:
 def _key(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     digest = hashlib.sha256(f"{torch.__version__}\n{version}\n{FLAGS}\n{INSTRUCTION_SETS}".encode())
-    for name in (KERNELS, OPERATOR, HEADER):
-        digest.update((SOURCES / name).read_bytes())
+    for source in sorted(SOURCES.glob("cpu_nvfp4*")):
+        digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
 

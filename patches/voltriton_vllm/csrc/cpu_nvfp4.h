@@ -1,6 +1,6 @@
 // NVFP4 linear layers on CPUs: what the kernels (one object file an instruction set) offer to the operator.
 //
-// Packed layout, made by voltriton_vllm/cpu/pack.py from a checkpoint's rows, for tiles of 16 output rows:
+// Packed layout, made by voltriton_vllm/cpu/linear.py from a checkpoint's rows, for tiles of 16 output rows:
 //   words  uint32 [tiles, K/8, 16]   the word of a row holds 8 weights: even columns in the low half, odd ones in
 //                                    the high half, so that one shift brings a pair to look up in place
 //   scale  uint8  [tiles, K/16, 16]  E4M3 of each group of 16 columns
@@ -25,3 +25,4 @@ struct Problem {
 namespace avx2 { void linear(const Problem&); }
 namespace avx512 { void linear(const Problem&); }
 namespace avx512bf16 { void linear(const Problem&); }
+namespace amx { void linear(const Problem&); }

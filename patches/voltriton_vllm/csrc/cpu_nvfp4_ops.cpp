@@ -5,6 +5,9 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <cstdlib>
 #include <cstring>
 #include <optional>
@@ -22,8 +25,18 @@ bool allowed(const char* name) {  // VOLTRITON_CPU_ISA: for tests of the narrowe
   return only == nullptr || std::strcmp(only, name) == 0;
 }
 
+// Linux lets a process use AMX's registers once it has asked (5.16 and newer; asking again does no harm).
+[[maybe_unused]] bool may_use_tiles() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
 Kernel choose() {
   __builtin_cpu_init();
+#ifdef WITH_AMX
+  if (__builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("avx512bf16") && allowed("amx") && may_use_tiles())
+    return amx::linear;
+#endif
 #ifdef WITH_AVX512BF16
   if (__builtin_cpu_supports("avx512bf16") && allowed("avx512bf16")) return avx512bf16::linear;
 #endif
