@@ -27,6 +27,8 @@ from voltriton_vllm.sm70 import compile as compiling
 from voltriton_vllm.sm70 import runtime, variants
 
 BYTES_A_WEIGHT = 9 / 16
+CLOCKS_GHZ = (1.38, 1.53)
+PREFILL_KEYS = 32  # PK of csrc/sm70_attention.cu
 PIPES = {
     "float": ("FFMA", "FMUL", "FADD", "IMAD"),
     "half": ("HFMA2", "HMUL2", "HADD2"),
@@ -66,21 +68,30 @@ def values_a_loop(variant: object) -> tuple[int, float, str]:
     return 0, 0, ""
 
 
+def clocks(operations: list[str]) -> int:
+    """Of a scheduler, for one turn of the loop of one warp."""
+    used = Counter(pipe(o) for o in operations)
+    wide = sum(".128" in o for o in operations)
+    pipes = (used["float"] + used["half"], used["integer"], used["tensor"])
+    return max(len(operations), *(2 * n for n in pipes), 4 * 4 * wide)
+
+
+def prefill_row(variant: variants.Prefill, operations: list[str]) -> str:
+    """Beside what all multiprocessors reach that do nothing but multiply and add floats."""
+    flops = 4 * PREFILL_KEYS * 16 * variant.size  # scores and output of a warp's 16 tokens
+    used = Counter(pipe(o) for o in operations)
+    limits = [flops / clocks(operations) * 4 * 80 * ghz / 1000 for ghz in CLOCKS_GHZ]
+    ratio = flops / clocks(operations) / 32  # a scheduler multiplies and adds 16 floats a clock
+    return f"| `{variant.name}` | {len(operations)} | {used['tensor']} | {limits[0]:.0f} to {limits[1]:.0f} | {ratio:.1f} |"
+
+
 def row(
     name: str, operations: list[str], values: int, size: float, registers: int, threads: int, shared: int
 ) -> str:
     used = Counter(pipe(o) for o in operations)
-    wide = sum(".128" in o for o in operations)
-    clocks = max(
-        len(operations),
-        2 * (used["float"] + used["half"]),
-        2 * used["integer"],
-        2 * used["tensor"],
-        4 * 4 * wide,
-    )
-    per_clock = 4 * values / clocks
+    per_clock = 4 * values / clocks(operations)
     blocks = min(65536 // (-(-registers // 8) * 8 * threads), 98304 // max(shared, 1), 2048 // threads)
-    limits = [per_clock * ghz * 80 * size / 900 for ghz in (1.38, 1.53)]
+    limits = [per_clock * ghz * 80 * size / 900 for ghz in CLOCKS_GHZ]
     lanes = values / 32
     parts = " | ".join(f"{used[p] / lanes:.2f}" for p in ("float", "half", "integer", "tensor", "memory"))
     return (
@@ -135,6 +146,13 @@ def main() -> int:
             operations = main_loop(bodies[variant.name], marker)
             ends = (values, size, registers[variant.name], *shape(variant))
             print(row(variant.name, operations, *ends))
+    print(
+        "\n| prefill | instructions a turn | HMMA | TFLOP/s at most | of float multiply-adds alone |\n"
+        + "|---" * 5
+        + "|"
+    )
+    for prefill in variants.PREFILL.values():
+        print(prefill_row(prefill, main_loop(bodies[prefill.name], "HMMA")))
     return 0
 
 

@@ -333,6 +333,31 @@ def test_paged_decode(size: int, heads: int, key_heads: int, fp8: bool, window: 
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize(("heads", "key_heads"), [(8, 2), (24, 1)])
+def test_paged_decode_writes_the_new_keys(size: int, heads: int, key_heads: int) -> None:
+    """The same as after writing them, and they are where they belong, and nothing else has changed."""
+    lengths = torch.tensor([1, 17, 0, 700, 2048], dtype=torch.int32, device=DEVICE)
+    cache = torch.randn(2, 700, key_heads, 32, size, device=DEVICE).half().transpose(2, 3)
+    table = torch.randperm(700, device=DEVICE)[: 5 * 64].view(5, 64).int()
+    wide = torch.randn(5, (heads + 2 * key_heads) * size, device=DEVICE).half()
+    q, key, value = (
+        t.view(5, -1, size) for t in wide.split([heads * size, key_heads * size, key_heads * size], dim=1)
+    )
+    want = cache.clone()
+    for b, length in enumerate(lengths.tolist()):
+        if length:
+            at = table[b, (length - 1) // 32].long(), (length - 1) % 32
+            cache[(slice(None), *at)] = float("nan")
+            want[(0, *at)], want[(1, *at)] = key[b], value[b]
+    ends = (table, lengths, 4096, size**-0.5, 0, 1.0, 1.0)
+    out, before = torch.full_like(q, float("nan")), torch.full_like(q, float("nan"))
+    attention.paged_decode(before, q, *want.clone(), *ends)
+    attention.paged_decode(out, q, *cache, *ends, key, value)
+    assert torch.equal(out, before)
+    assert torch.equal(cache, want)
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (8, 2), (6, 1)])
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("window", [0, 50])

@@ -29,6 +29,7 @@ def metadata(lengths: list[int], news: list[int], **changes: object) -> SimpleNa
         "causal": True,
         "mm_prefix_range_tensor": None,
         "rswa_prefix_lens": None,
+        "slot_mapping": torch.arange(sum(news)),
     }
     return SimpleNamespace(**{**fields, **changes})
 
@@ -57,6 +58,9 @@ class Calls:
         monkeypatch.setattr(
             TritonAttentionImpl, "forward", lambda *a, **k: self.seen.append(("vllm", a)) or a[7]
         )
+        monkeypatch.setattr(
+            TritonAttentionImpl, "do_kv_cache_update", lambda *a: self.seen.append(("vllm writes", a))
+        )
 
 
 @pytest.fixture
@@ -76,10 +80,16 @@ def tensors(
 def run(
     attend: backend.Sm70AttentionImpl, meta: SimpleNamespace | None, tokens: int, **changes: Any
 ) -> torch.Tensor:
+    """As vLLM's attention layer does it: the cache is updated, then attended to."""
     query, cache, output = tensors(tokens, changes.pop("dtype", torch.float16))
-    result: torch.Tensor = attend.forward(
-        torch.nn.Module(), query, query, query, cache, meta, output, **changes
-    )
+    key, value = (torch.randn(tokens + 3, KEY_HEADS, SIZE).to(query.dtype) for _ in range(2))
+    layer = torch.nn.Module()
+    layer.layer_name = "layer"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "get_attention_context", lambda name: (meta, layer, cache, None))
+        if meta is not None and attend.kv_sharing_target_layer_name is None:
+            attend.do_kv_cache_update(layer, key, value, cache, meta.slot_mapping)
+        result: torch.Tensor = attend.forward(layer, query, key, value, cache, meta, output, **changes)
     assert result is output
     return cache
 
@@ -87,10 +97,10 @@ def run(
 def test_one_token_a_sequence_decodes(calls: Calls) -> None:
     meta = metadata([5, 33], [1, 1])
     cache = run(impl(), meta, 2)
-    [(name, (out, query, keys, values, table, lengths, longest, scale, window, k_scale, v_scale))] = (
-        calls.seen
-    )
+    [(name, (out, query, keys, values, table, lengths, longest, *ends, key, value))] = calls.seen
+    scale, window, k_scale, v_scale = ends
     assert name == "paged_decode"
+    assert key.shape == value.shape == (2, KEY_HEADS, SIZE)
     assert out.shape == query.shape == (2, HEADS, SIZE)
     assert keys.shape == values.shape == (BLOCKS, BLOCK, KEY_HEADS, SIZE)
     assert torch.equal(keys[3, 7, 1], cache[3, 1, 7, :SIZE])
@@ -102,7 +112,8 @@ def test_one_token_a_sequence_decodes(calls: Calls) -> None:
 def test_several_tokens_prefill(calls: Calls) -> None:
     meta = metadata([5, 33], [5, 1])
     run(impl(sliding_window=20), meta, 6)
-    [(name, (out, _, _, _, _, _, starts, most, _, window, _, _))] = calls.seen
+    (update, _), (name, (out, _, _, _, _, _, starts, most, _, window, _, _)) = calls.seen
+    assert update == "vllm writes"
     assert (name, out.shape[0], most, window) == ("paged_prefill", 6, 5, 20)
     assert starts is meta.query_start_loc
 
@@ -121,20 +132,27 @@ def test_what_the_kernels_do_not_take_is_vllm_s(
     calls: Calls, arguments: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     run(impl(**arguments), metadata([5], [1], **changes), 1)
-    assert [name for name, _ in calls.seen] == ["vllm"]
+    assert [name for name, _ in calls.seen] == ["vllm writes", "vllm"]
 
 
 def test_other_types_profiling_and_quantised_output_are_vllm_s(calls: Calls) -> None:
     run(impl(), metadata([5], [1]), 1, dtype=torch.float32)
     run(impl(), None, 1)
     run(impl(), metadata([5], [1]), 1, output_scale=torch.ones(1))
-    assert [name for name, _ in calls.seen] == ["vllm"] * 3
+    assert [name for name, _ in calls.seen] == ["vllm writes", "vllm", "vllm", "vllm writes", "vllm"]
+
+
+def test_a_layer_that_shares_another_s_cache_writes_nothing(calls: Calls) -> None:
+    run(impl(kv_sharing_target_layer_name="other"), metadata([5], [1]), 1)
+    [(name, arguments)] = calls.seen
+    assert name == "paged_decode"
+    assert arguments[-2:] == (None, None)
 
 
 def test_without_kernels_all_is_vllm_s(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "available", lambda: False)
     run(impl(), metadata([5], [1]), 1)
-    assert [name for name, _ in calls.seen] == ["vllm"]
+    assert [name for name, _ in calls.seen] == ["vllm writes", "vllm"]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ extern "C" void call_gemv(int which, const int* grid, int threads, const uint4* 
     });
 }
 extern "C" void call_decode(int which, const int* grid, int threads, const u16* q, u16* out, const u8* k, const u8* v,
-    const int* table, const int* lengths, float* part, float* stats, const int* strides, int heads, int group,
+    const int* table, const int* lengths, const u16* new_k, const u16* new_v, float* part, float* stats, const int* strides, int heads, int group,
     int block_size, int block_magic, int table_stride, int window, float scale, float v_scale) {
     const int* s = strides;
     run_grid(grid[0], grid[1], grid[2], threads, [=] {
@@ -99,8 +99,8 @@ def library(
             for i, v in enumerate(GEMVS)
         ),
         "DECODE_CASES": "".join(
-            f"if (which == {i}) {v.name}(q, out, k, v, table, lengths, part, stats, s[0], s[1], s[2], s[3], s[4], "
-            "s[5], s[6], s[7], s[8], s[9], heads, group, block_size, block_magic, table_stride, window, scale, v_scale);"
+            f"if (which == {i}) {v.name}(q, out, k, v, table, lengths, new_k, new_v, part, stats, "
+            f"{', '.join(f's[{j}]' for j in range(14))}, heads, group, block_size, block_magic, table_stride, window, scale, v_scale);"
             for i, v in enumerate(variants.DECODE[request.param].values())
         ),
         "UP_NAME": UP.name,
@@ -231,18 +231,22 @@ def test_decode_attention(library: tuple[int, ctypes.CDLL], size: int, e4m3: int
     last = table[2, -1]
     cache[:, last, int(lengths[2]) % block :] = float("nan")
     q = torch.randn(3, heads, size).half()
+    news = [torch.randn(3, key_heads, size).half() for _ in cache]
+    new = [None, None] if e4m3 else news
+    if not e4m3:
+        cache[:, last, (int(lengths[2]) - 1) % block] = float("nan")  # the newest is yet to be written
     out = torch.full_like(q, float("nan"))
     part, stats = (
         torch.full((3, heads, splits, size), float("nan")),
         torch.full((3, heads, splits, 2), float("nan")),
     )
     strides = [c.stride(d) * c.element_size() for c in cache for d in range(3)]
-    strides += [q.stride(0), q.stride(1), out.stride(0), out.stride(1)]
+    strides += [n for t in (*news, q, out) for n in t.stride()[:2]]
     lib.call_decode(
         which,
         grid(splits, key_heads, 3),
         variant.warps * 32,
-        *(pointer(t) for t in (q, out, cache[0], cache[1], table, lengths, part, stats)),
+        *(pointer(t) for t in (q, out, cache[0], cache[1], table, lengths, *new, part, stats)),
         (ctypes.c_int * len(strides))(*strides),
         *(heads, heads // key_heads, block, ceil_div(1 << 32, block), pages, window),
         ctypes.c_float(size**-0.5 * 1.4426950408889634 * (256 if e4m3 else 1)),
@@ -256,6 +260,9 @@ def test_decode_attention(library: tuple[int, ctypes.CDLL], size: int, e4m3: int
         ctypes.c_float(256 if e4m3 else 1),
     )
     assert not out[1].any()
+    for b in (0, 2) if not e4m3 else ():
+        at = table[b, (int(lengths[b]) - 1) // block], (int(lengths[b]) - 1) % block
+        assert all(torch.equal(c[at], n[b]) for c, n in zip(cache, news, strict=True))
     for b in (0, 2):
         first = max(0, int(lengths[b]) - window) if window else 0
         k, v = (c.float()[table[b].long()].flatten(0, 1)[first : lengths[b]].double() for c in cache)

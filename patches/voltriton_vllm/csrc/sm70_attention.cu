@@ -52,9 +52,12 @@ struct Decode {
     const u8* v;
     const int* table;        // [B][table_stride] block numbers
     const int* lengths;      // [B] tokens to attend to, the new one included
+    const u16* new_k;        // null, or the last token's key and value, [B][key heads] rows of D halves, strides new_*:
+    const u16* new_v;        // written into the cache first (half only)
     float* part;             // [B][heads][splits][D] sums of exp(score - top) * v
     float* stats;            // [B][heads][splits][2] top (base 2), sum of exp
     u32 k_block, k_token, k_head, v_block, v_token, v_head;
+    int new_k_seq, new_k_head, new_v_seq, new_v_head;
     int q_seq, q_head, out_seq, out_head, heads, group, block_size;
     u32 block_magic;         // 2^32 / block_size, rounded up: key / block_size is the high half of a product
     int table_stride, window;
@@ -224,6 +227,19 @@ DEV void decode_body(const Decode& p)
     const int turns = length > 0 ? max(0, (end - begin - warp * KEYS + NW * KEYS - 1) / (NW * KEYS)) : 0;
     const int* table = p.table + (size_t)seq * p.table_stride;
     const u8 *keys = p.k + (u64)kv * p.k_head, *values = p.v + (u64)kv * p.v_head;
+    if (!FP8 && p.new_k && split == used - 1 && length > 0) {
+        const int number = __umulhi(length - 1, p.block_magic), slot = length - 1 - number * p.block_size;
+        const u64 block = (u32)table[number];
+        for (int i = tid; i < D / 4; i += NW * 32) {  // pieces of 16 bytes: of the key, then of the value
+            const bool is_k = i < D / 8;
+            const u16* from = is_k ? p.new_k + (size_t)seq * p.new_k_seq + (size_t)kv * p.new_k_head
+                                   : p.new_v + (size_t)seq * p.new_v_seq + (size_t)kv * p.new_v_head;
+            const u8* to = is_k ? keys + block * p.k_block + (u64)slot * p.k_token
+                                : values + block * p.v_block + (u64)slot * p.v_token;
+            ((uint4*)to)[i % (D / 8)] = __ldg((const uint4*)from + i % (D / 8));
+        }
+        __syncthreads();  // this block alone reads them
+    }
 
     struct Place { int block[TT], slot[TT]; };                          // of a turn's tiles
     auto tile_of = [&](int turn, int t) { return min(begin + ((turn * NW + warp) * TT + t) * 16, last_tile); };
@@ -250,10 +266,10 @@ DEV void decode_body(const Decode& p)
             constexpr int LOADS = C::REGS / 4 / C::K_ROWS;
 #pragma unroll
             for (int i = 0; i < C::K_ROWS; i++) {
-                const u8* line = from + (u64)row(C::k_row(lane, i)) * p.k_token;
+                const u8* key = from + (u64)row(C::k_row(lane, i)) * p.k_token;
 #pragma unroll
                 for (int l = 0; l < LOADS; l++) {
-                    uint4 x = ld_stream((const uint4*)(line + C::k_at(lane, l)));
+                    uint4 x = ld_once((const uint4*)(key + C::k_at(lane, l)));
                     u32* to = r + (i * LOADS + l) * 4;
                     to[0] = x.x; to[1] = x.y; to[2] = x.z; to[3] = x.w;
                 }
@@ -263,16 +279,16 @@ DEV void decode_body(const Decode& p)
             constexpr int WORDS = C::REGS / C::V_ROWS;
 #pragma unroll
             for (int i = 0; i < C::V_ROWS; i++) {
-                const u8* line = from + (u64)row(C::v_row(lane, i)) * p.v_token;
+                const u8* value = from + (u64)row(C::v_row(lane, i)) * p.v_token;
                 if (WORDS == 4) {
-                    uint4 x = ld_stream((const uint4*)line);
+                    uint4 x = ld_once((const uint4*)value);
                     u32* to = r + i * 4;
                     to[0] = x.x; to[1] = x.y; to[2] = x.z; to[3] = x.w;
                 } else if (WORDS == 2) {
-                    uint2 x = ld_stream((const uint2*)line);
+                    uint2 x = ld_once((const uint2*)value);
                     r[i * 2 % C::REGS] = x.x; r[(i * 2 + 1) % C::REGS] = x.y;
                 } else {
-                    r[i] = ld_stream((const u32*)line);
+                    r[i] = ld_once((const u32*)value);
                 }
             }
         }
@@ -478,14 +494,15 @@ COMBINE(256)
 
 #define DECODE(D, FP8, TT, R, NW, OCC)                                                                                  \
     extern "C" __global__ void __launch_bounds__(NW * 32, OCC) decode_d##D##_f##FP8##_t##TT##_r##R##_nw##NW##_o##OCC(    \
-        const u16* q, u16* out, const u8* k, const u8* v, const int* table, const int* lengths, float* part,            \
-        float* stats, u32 k_block, u32 k_token, u32 k_head, u32 v_block, u32 v_token, u32 v_head,         \
-        int q_seq, int q_head, int out_seq, int out_head, int heads, int group, int block_size, u32 block_magic,        \
-        int table_stride, int window, float scale, float v_scale)                                                                         \
+        const u16* q, u16* out, const u8* k, const u8* v, const int* table, const int* lengths, const u16* new_k,       \
+        const u16* new_v, float* part, float* stats, u32 k_block, u32 k_token, u32 k_head, u32 v_block, u32 v_token,    \
+        u32 v_head, int new_k_seq, int new_k_head, int new_v_seq, int new_v_head, int q_seq, int q_head, int out_seq,   \
+        int out_head, int heads, int group, int block_size, u32 block_magic, int table_stride, int window,              \
+        float scale, float v_scale)                                                                                     \
     {                                                                                                                   \
-        Decode p = {q, out, k, v, table, lengths, part, stats, k_block, k_token, k_head, v_block, v_token,     \
-                    v_head, q_seq, q_head, out_seq, out_head, heads, group, block_size, block_magic, table_stride,      \
-                    window, scale, v_scale};                                                                                           \
+        Decode p = {q, out, k, v, table, lengths, new_k, new_v, part, stats, k_block, k_token, k_head, v_block,         \
+                    v_token, v_head, new_k_seq, new_k_head, new_v_seq, new_v_head, q_seq, q_head, out_seq, out_head,    \
+                    heads, group, block_size, block_magic, table_stride, window, scale, v_scale};                       \
         decode_body<D, FP8, TT, R, NW>(p);                                                                              \
     }
 

@@ -28,7 +28,10 @@ def available() -> bool:
     return ops.available() and runtime(torch.cuda.current_device()).tensor_cores
 
 
-@torch.library.custom_op("voltriton_sm70::paged_decode", mutates_args=("out",), device_types="cuda")
+_DECODE_WRITES = ("out", "key_cache", "value_cache")
+
+
+@torch.library.custom_op("voltriton_sm70::paged_decode", mutates_args=_DECODE_WRITES, device_types="cuda")
 def paged_decode(
     out: torch.Tensor,
     query: torch.Tensor,
@@ -41,6 +44,8 @@ def paged_decode(
     window: int,
     k_scale: float,
     v_scale: float,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
 ) -> None:
     """out[b] = softmax(scale * query[b] . keys) . values, one new token a sequence; float32 inside.
 
@@ -49,9 +54,12 @@ def paged_decode(
     float8_e4m3fn) that count k_scale and v_scale times. block_table int32 [B, >= blocks of a sequence],
     lengths int32 [B]: tokens to attend to, the new one included; 0 gives zeros. max_length: a bound of
     the lengths (it sets the launch; in a captured graph the model's maximum). window: attend to the last
-    `window` tokens only; 0 for all. Raises ValueError.
+    `window` tokens only; 0 for all. key, value: float16 [B, key heads, D], the new tokens', which are not in
+    the (float16) cache yet: they are written there. Raises ValueError.
     """
     _check(out, query, key_cache, value_cache, block_table, lengths)
+    if key is not None or value is not None:
+        _check_new(key, value, query, key_cache)
     device = runtime(query.device.index)
     batch = query.shape[0]
     if batch == 0:
@@ -62,7 +70,7 @@ def paged_decode(
     blocks = batch * _head_chunks(query, key_cache)
     splits = split_count(variant, blocks, max_length, device.multiprocessors)
     tensors = (out, query, key_cache, value_cache, block_table, lengths)
-    launch_decode(device, variant, splits, *tensors, scale * k_scale, window, v_scale)
+    launch_decode(device, variant, splits, *tensors, scale * k_scale, window, v_scale, key, value)
 
 
 def _head_chunks(query: torch.Tensor, key_cache: torch.Tensor) -> int:
@@ -84,6 +92,8 @@ def launch_decode(
     scale: float,
     window: int,
     v_scale: float,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
 ) -> None:
     batch, heads, size = query.shape
     chunks = _head_chunks(query, key_cache)
@@ -100,9 +110,12 @@ def launch_decode(
         value_cache,
         block_table,
         lengths,
+        key,
+        value,
         part,
         stats,
         *_strides(key_cache, value_cache),
+        *(n for new in (key, value) for n in ((0, 0) if new is None else (new.stride(0), new.stride(1)))),
         query.stride(0),
         query.stride(1),
         out.stride(0),
@@ -183,6 +196,20 @@ def paged_prefill(
 def _strides(*caches: torch.Tensor) -> list[int]:
     """Bytes between blocks, tokens and heads of each cache."""
     return [c.stride(dim) * c.element_size() for c in caches for dim in range(3)]
+
+
+def _check_new(
+    key: torch.Tensor | None, value: torch.Tensor | None, query: torch.Tensor, key_cache: torch.Tensor
+) -> None:
+    allowed = (query.shape[0], key_cache.shape[2], query.shape[2])
+    for name, new in (("key", key), ("value", value)):
+        if new is None or new.dtype != torch.float16 or new.shape != allowed:
+            got = None if new is None else f"{new.dtype} {tuple(new.shape)}"
+            raise ValueError(f"{name}: got {got}, allowed is torch.float16 {allowed}")
+        if new.stride(-1) != 1 or new.data_ptr() % 16 or new.stride(0) % 8 or new.stride(1) % 8:
+            raise ValueError(f"{name}: the last dimension must be contiguous, rows aligned to 16 bytes")
+    if key_cache.dtype != torch.float16:
+        raise ValueError(f"key_cache: got {key_cache.dtype}, allowed with new keys is torch.float16")
 
 
 def _check(

@@ -1,7 +1,8 @@
 """vLLM's Triton attention backend with our kernels behind it, for Volta.
 
 Triton has no tensor cores on compute capability 7.0: it multiplies by scalar instructions. Everything around the
-products (metadata, CUDA graphs, writing the cache) stays vLLM's; what our kernels do not take goes to vLLM's.
+products (metadata, CUDA graphs, writing the cache but for one new token a sequence) stays vLLM's; what our kernels do
+not take goes to vLLM's.
 
 `switch` turns it on.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention.attention import get_attention_context
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
@@ -47,6 +49,8 @@ class Sm70AttentionImpl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is u
     ) -> torch.Tensor:
         plain = output_scale is None and output_block_scale is None
         if attn_metadata is None or not plain or not self._takes(query, kv_cache, attn_metadata):
+            if attn_metadata is not None and self._writes(key, kv_cache, attn_metadata):
+                super().do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
             result: torch.Tensor = super().forward(
                 layer,
                 query,
@@ -59,8 +63,21 @@ class Sm70AttentionImpl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is u
                 output_block_scale,
             )
             return result
-        self._attend(query, kv_cache, attn_metadata, output)
+        self._attend(query, key, value, kv_cache, attn_metadata, output)
         return output
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """vLLM calls this just before `forward`, which saves the launch where it writes the cache itself."""
+        metadata = get_attention_context(layer.layer_name)[0]
+        if metadata is None or not self._writes(key, kv_cache, metadata):
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def _takes(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> bool:
         return (
@@ -77,8 +94,19 @@ class Sm70AttentionImpl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is u
             and metadata.rswa_prefix_lens is None
         )
 
+    def _writes(self, key: torch.Tensor | None, kv_cache: torch.Tensor, metadata: Any) -> bool:
+        """Whether `forward` writes the new keys and values: where there is one a sequence."""
+        own = key is not None and self.kv_sharing_target_layer_name is None
+        return own and self._takes(key, kv_cache, metadata) and _decodes(metadata)
+
     def _attend(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, output: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        output: torch.Tensor,
     ) -> None:
         # (blocks, heads, block size, 2 * head size) -> keys and values (blocks, block size, heads, head size)
         cache = kv_cache.transpose(1, 2)
@@ -86,13 +114,20 @@ class Sm70AttentionImpl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is u
         tokens, lengths = metadata.num_actual_tokens, metadata.seq_lens
         window = self.sliding_window[0] + 1  # vLLM counts the tokens before; -1 is no window
         table, ends = metadata.block_table, (self.scale, window, 1.0, 1.0)
-        if metadata.max_query_len == 1 and lengths.shape[0] == tokens:
+        if _decodes(metadata):
             longest = metadata.max_seq_len
+            new = (key[:tokens], value[:tokens]) if self._writes(key, kv_cache, metadata) else (None, None)
             attention.paged_decode(
-                output[:tokens], query[:tokens], keys, values, table, lengths, longest, *ends
+                output[:tokens], query[:tokens], keys, values, table, lengths, longest, *ends, *new
             )
         else:
             starts, most = metadata.query_start_loc, metadata.max_query_len
             attention.paged_prefill(
                 output[:tokens], query[:tokens], keys, values, table, lengths, starts, most, *ends
             )
+
+
+def _decodes(metadata: Any) -> bool:
+    """Whether each sequence has one new token."""
+    one_each: bool = metadata.seq_lens.shape[0] == metadata.num_actual_tokens
+    return metadata.max_query_len == 1 and one_each

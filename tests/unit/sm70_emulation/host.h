@@ -123,7 +123,8 @@ static inline unsigned habs_add2(unsigned a, unsigned b) { return half2(fabs(lo(
 static inline float2 h2f(unsigned a) { return {(float)lo(a), (float)hi(a)}; }
 static inline float hf(unsigned short a) { return (float)bits<_Float16>(a); }
 static inline unsigned short fh(float x) { return bits<unsigned short>((_Float16)x); }
-template <class T> static inline T ld_stream(const T* p) { return *p; }
+static inline uint4 ld_stream(const uint4* p) { return *p; }
+template <class T> static inline T ld_once(const T* p) { return *p; }
 
 // ---- tensor cores: m16n16k16, D = A * B + D ----
 // Which element of a sum a lane holds is this file's own choice.
