@@ -10,8 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+from voltriton.processes import name
 from voltriton.server import read_metric
-from voltriton.supervisor import state_file
+from voltriton.supervisor import NAME, state_file
 from voltriton.triton import default_root
 
 
@@ -25,6 +26,9 @@ def main(argv: list[str]) -> int:
     state = state_file(args.root, args.http_port)
     try:
         status = json.loads(state.read_text())
+        # A killed one leaves its file, and its number may be another process's by now.
+        if name(status["pid"]) != NAME:
+            raise ProcessLookupError
         os.kill(status["pid"], signal.SIGUSR1)
     except (OSError, ValueError, KeyError):
         print(f"voltriton drain: no `voltriton serve` runs with {state}", file=sys.stderr)
@@ -32,9 +36,12 @@ def main(argv: list[str]) -> int:
     deadline = time.monotonic() + args.timeout_s
     # The stubs report once a second: the first numbers after the drain began.
     time.sleep(min(1.5, args.timeout_s))
-    while (open_now := _open(status["metrics"])) and time.monotonic() < deadline:
+    while (open_now := _open(status["metrics"])) != "0" and time.monotonic() < deadline:
+        if name(status["pid"]) != NAME:
+            print("drained: the server has ended")
+            return 0
         time.sleep(0.2)
-    if open_now:
+    if open_now != "0":
         print(
             f"voltriton drain: {open_now} requests are still open after {args.timeout_s:g} s", file=sys.stderr
         )
@@ -43,5 +50,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _open(metrics: str) -> int:
-    return int(read_metric(metrics, "voltriton:requests_open", timeout_s=5.0))
+def _open(metrics: str) -> str:
+    """How many requests; that is not known where the server is just being started anew."""
+    try:
+        return f"{read_metric(metrics, 'voltriton:requests_open', timeout_s=5.0):.0f}"
+    except OSError:
+        return f"an unknown number of (no metrics at {metrics})"

@@ -77,6 +77,24 @@ def alive(pid: int) -> bool:
     return fields is not None and fields[0] not in "ZX"
 
 
+def survives(pid: int, number: signal.Signals) -> bool:
+    """Whether a process ignores or handles a signal that ends others. One that was just started does not yet."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    except OSError:
+        return False
+    # Masks of 64 signals (proc(5)).
+    return bool((int(fields["SigIgn"], 16) | int(fields["SigCgt"], 16)) >> (number - 1) & 1)
+
+
+def name(pid: int) -> str:
+    """What `set_name` gave it; empty where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
+    except OSError:
+        return ""
+
+
 def command_line(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")

@@ -26,6 +26,7 @@ from voltriton.processes import (
     kill_all,
     session,
     shared_memory,
+    survives,
 )
 from voltriton.triton import Layout, compose, folder_arguments
 
@@ -236,10 +237,14 @@ class Server:
         return 0.0
 
     def drain(self) -> None:
-        """Every engine host refuses new requests from now on, and ends the open ones when its grace is over."""
+        """Every engine host refuses new requests from now on, and ends the open ones when its grace is over.
+
+        One whose Python is still starting would be killed by the signal: it is to be told later.
+        """
         for pid in self.hosts():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
+            if survives(pid, signal.SIGUSR1):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
 
     def kill(self) -> None:
         """The server and all below it, at once."""

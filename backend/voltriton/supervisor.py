@@ -31,6 +31,7 @@ from voltriton.processes import alive, set_name
 from voltriton.server import ENGINE_MODEL, Hanging, Options, Server, load_failure, repository_models
 from voltriton.triton import Layout, default_root
 
+NAME = "voltriton-serve"
 RESTART_WINDOW_S = 600.0
 # From the last answer to the end of the server; a response that leaked in Triton would hold it up for its whole
 # exit timeout. Longer than an engine's stop_timeout_s.
@@ -320,7 +321,7 @@ def parse(argv: list[str]) -> Options:
 
 
 def main(argv: list[str]) -> int:
-    set_name("voltriton-serve")
+    set_name(NAME)
     supervisor = Supervisor(
         parse(argv), lambda line: print(f"voltriton serve: {line}", file=sys.stderr, flush=True)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import re
 import signal
@@ -20,6 +21,8 @@ from follow import Follow, follow, script
 from serve import Serve
 from server import fake_repository, wait_for, write_model
 from voltriton.processes import command_line
+from voltriton.server import Options, Server
+from voltriton.supervisor import state_file
 from wire_client import ask
 
 LONG = script(repeat=["w ", 3000], delay_ms=20)
@@ -191,6 +194,41 @@ def test_drain_for_a_prestop_hook(repository: Path, tmp_path: Path) -> None:
         os.kill(serve.host_pid(), signal.SIGKILL)
         refused = "UNAVAILABLE: the model is being drained"
         wait_for(lambda: (ask(serve.grpc_url, "a").error or "").startswith(refused), 60, "the drain to last")
+
+
+def test_a_drain_lets_an_engine_host_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal would end a Python that has not got as far as to handle it; told again, it drains."""
+    ready = tmp_path / "ready"
+    code = (
+        "import pathlib, signal, sys\n"
+        "sys.stdin.readline()\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))\n"
+        f"pathlib.Path({str(ready)!r}).touch()\n"
+        "signal.pause()"
+    )
+    server = Server(Options(repository=tmp_path, root=tmp_path))
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True) as host:
+        monkeypatch.setattr(server, "hosts", lambda: [host.pid])
+        server.drain()
+        assert host.stdin is not None
+        host.stdin.write("\n")
+        host.stdin.flush()
+        wait_for(lambda: ready.exists() or host.poll() is not None, 20, "the host to be ready")
+        server.drain()
+        assert host.wait(20) == 7
+
+
+def test_drain_takes_no_other_process_for_the_server(tmp_path: Path) -> None:
+    """What a killed `voltriton serve` wrote down: its number is another process's by now."""
+    with subprocess.Popen(["sleep", "60"]) as other:
+        state = state_file(tmp_path, 8000)
+        state.parent.mkdir(parents=True)
+        state.write_text(json.dumps({"pid": other.pid, "metrics": "127.0.0.1:1"}))
+        drain = [sys.executable, "-m", "voltriton.cli", "drain", f"--root={tmp_path}"]
+        done = subprocess.run(drain, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, "no `voltriton serve` runs" in done.stderr) == (1, True)
+        assert other.poll() is None
+        other.kill()
 
 
 def test_drain_without_a_server() -> None:
