@@ -97,10 +97,11 @@ def run(
 def test_one_token_a_sequence_decodes(calls: Calls) -> None:
     meta = metadata([5, 33], [1, 1])
     cache = run(impl(), meta, 2)
-    [(name, (out, query, keys, values, table, lengths, longest, *ends, key, value))] = calls.seen
+    [(name, (out, query, keys, values, table, lengths, longest, *ends, key, value, slots))] = calls.seen
     scale, window, k_scale, v_scale = ends
     assert name == "paged_decode"
     assert key.shape == value.shape == (2, KEY_HEADS, SIZE)
+    assert torch.equal(slots, meta.slot_mapping)
     assert out.shape == query.shape == (2, HEADS, SIZE)
     assert keys.shape == values.shape == (BLOCKS, BLOCK, KEY_HEADS, SIZE)
     assert torch.equal(keys[3, 7, 1], cache[3, 1, 7, :SIZE])
@@ -146,7 +147,7 @@ def test_a_layer_that_shares_another_s_cache_writes_nothing(calls: Calls) -> Non
     run(impl(kv_sharing_target_layer_name="other"), metadata([5], [1]), 1)
     [(name, arguments)] = calls.seen
     assert name == "paged_decode"
-    assert arguments[-2:] == (None, None)
+    assert arguments[-3:] == (None, None, None)
 
 
 def test_without_kernels_all_is_vllm_s(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:

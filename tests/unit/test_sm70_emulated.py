@@ -57,7 +57,7 @@ extern "C" void call_gemv(int which, const int* grid, int threads, const uint4* 
     });
 }
 extern "C" void call_decode(int which, const int* grid, int threads, const u16* q, u16* out, const u8* k, const u8* v,
-    const int* table, const int* lengths, const u16* new_k, const u16* new_v, float* part, float* stats, const int* strides, int heads, int group,
+    const int* table, const int* lengths, const u16* new_k, const u16* new_v, const u64* slots, float* part, float* stats, const int* strides, int heads, int group,
     int block_size, int block_magic, int table_stride, int window, float scale, float v_scale) {
     const int* s = strides;
     run_grid(grid[0], grid[1], grid[2], threads, [=] {
@@ -99,7 +99,7 @@ def library(
             for i, v in enumerate(GEMVS)
         ),
         "DECODE_CASES": "".join(
-            f"if (which == {i}) {v.name}(q, out, k, v, table, lengths, new_k, new_v, part, stats, "
+            f"if (which == {i}) {v.name}(q, out, k, v, table, lengths, new_k, new_v, slots, part, stats, "
             f"{', '.join(f's[{j}]' for j in range(14))}, heads, group, block_size, block_magic, table_stride, window, scale, v_scale);"
             for i, v in enumerate(variants.DECODE[request.param].values())
         ),
@@ -232,7 +232,14 @@ def test_decode_attention(library: tuple[int, ctypes.CDLL], size: int, e4m3: int
     cache[:, last, int(lengths[2]) % block :] = float("nan")
     q = torch.randn(3, heads, size).half()
     news = [torch.randn(3, key_heads, size).half() for _ in cache]
-    new = [None, None] if e4m3 else news
+    slots = torch.tensor(
+        [
+            int(t[max(0, int(n) - 1) // block]) * block + (int(n) - 1) % block
+            for t, n in zip(table, lengths, strict=True)
+        ]
+    )
+    slots[1] = -1
+    new = [None, None, None] if e4m3 else [*news, slots]
     if not e4m3:
         cache[:, last, (int(lengths[2]) - 1) % block] = float("nan")  # the newest is yet to be written
     out = torch.full_like(q, float("nan"))

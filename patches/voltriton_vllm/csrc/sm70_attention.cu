@@ -53,7 +53,8 @@ struct Decode {
     const int* table;        // [B][table_stride] block numbers
     const int* lengths;      // [B] tokens to attend to, the new one included
     const u16* new_k;        // null, or the last token's key and value, [B][key heads] rows of D halves, strides new_*:
-    const u16* new_v;        // written into the cache first (half only)
+    const u16* new_v;        // written into the cache first (half only), where
+    const u64* slots;        // [B] block * block_size + place in it; negative: nowhere
     float* part;             // [B][heads][splits][D] sums of exp(score - top) * v
     float* stats;            // [B][heads][splits][2] top (base 2), sum of exp
     u32 k_block, k_token, k_head, v_block, v_token, v_head;
@@ -227,15 +228,13 @@ DEV void decode_body(const Decode& p)
     const int turns = length > 0 ? max(0, (end - begin - warp * KEYS + NW * KEYS - 1) / (NW * KEYS)) : 0;
     const int* table = p.table + (size_t)seq * p.table_stride;
     const u8 *keys = p.k + (u64)kv * p.k_head, *values = p.v + (u64)kv * p.v_head;
-    if (!FP8 && p.new_k && split == used - 1 && length > 0) {
-        const int number = __umulhi(length - 1, p.block_magic), slot = length - 1 - number * p.block_size;
-        const u64 block = (u32)table[number];
-        for (int i = tid; i < D / 4; i += NW * 32) {  // pieces of 16 bytes: of the key, then of the value
+    if (!FP8 && p.new_k && split == used - 1) {
+        const u64 at = p.slots[seq], block = at / (u32)p.block_size, slot = at % (u32)p.block_size;
+        for (int i = tid; i < D / 4 && !(at >> 63); i += NW * 32) {  // 16 bytes each: of the key, then of the value
             const bool is_k = i < D / 8;
             const u16* from = is_k ? p.new_k + (size_t)seq * p.new_k_seq + (size_t)kv * p.new_k_head
                                    : p.new_v + (size_t)seq * p.new_v_seq + (size_t)kv * p.new_v_head;
-            const u8* to = is_k ? keys + block * p.k_block + (u64)slot * p.k_token
-                                : values + block * p.v_block + (u64)slot * p.v_token;
+            const u8* to = is_k ? keys + block * p.k_block + slot * p.k_token : values + block * p.v_block + slot * p.v_token;
             ((uint4*)to)[i % (D / 8)] = __ldg((const uint4*)from + i % (D / 8));
         }
         __syncthreads();  // this block alone reads them
@@ -495,12 +494,12 @@ COMBINE(256)
 #define DECODE(D, FP8, TT, R, NW, OCC)                                                                                  \
     extern "C" __global__ void __launch_bounds__(NW * 32, OCC) decode_d##D##_f##FP8##_t##TT##_r##R##_nw##NW##_o##OCC(    \
         const u16* q, u16* out, const u8* k, const u8* v, const int* table, const int* lengths, const u16* new_k,       \
-        const u16* new_v, float* part, float* stats, u32 k_block, u32 k_token, u32 k_head, u32 v_block, u32 v_token,    \
-        u32 v_head, int new_k_seq, int new_k_head, int new_v_seq, int new_v_head, int q_seq, int q_head, int out_seq,   \
+        const u16* new_v, const u64* slots, float* part, float* stats, u32 k_block, u32 k_token, u32 k_head,            \
+        u32 v_block, u32 v_token, u32 v_head, int new_k_seq, int new_k_head, int new_v_seq, int new_v_head, int q_seq, int q_head, int out_seq,   \
         int out_head, int heads, int group, int block_size, u32 block_magic, int table_stride, int window,              \
         float scale, float v_scale)                                                                                     \
     {                                                                                                                   \
-        Decode p = {q, out, k, v, table, lengths, new_k, new_v, part, stats, k_block, k_token, k_head, v_block,         \
+        Decode p = {q, out, k, v, table, lengths, new_k, new_v, slots, part, stats, k_block, k_token, k_head, v_block,  \
                     v_token, v_head, new_k_seq, new_k_head, new_v_seq, new_v_head, q_seq, q_head, out_seq, out_head,    \
                     heads, group, block_size, block_magic, table_stride, window, scale, v_scale};                       \
         decode_body<D, FP8, TT, R, NW>(p);                                                                              \

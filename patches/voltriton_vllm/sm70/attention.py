@@ -46,6 +46,7 @@ def paged_decode(
     v_scale: float,
     key: torch.Tensor | None = None,
     value: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
 ) -> None:
     """out[b] = softmax(scale * query[b] . keys) . values, one new token a sequence; float32 inside.
 
@@ -55,11 +56,12 @@ def paged_decode(
     lengths int32 [B]: tokens to attend to, the new one included; 0 gives zeros. max_length: a bound of
     the lengths (it sets the launch; in a captured graph the model's maximum). window: attend to the last
     `window` tokens only; 0 for all. key, value: float16 [B, key heads, D], the new tokens', which are not in
-    the (float16) cache yet: they are written there. Raises ValueError.
+    the (float16) cache yet: they are written there, at slots int64 [B], block * block size + place in it; a
+    negative one is written nowhere. Raises ValueError.
     """
     _check(out, query, key_cache, value_cache, block_table, lengths)
     if key is not None or value is not None:
-        _check_new(key, value, query, key_cache)
+        _check_new(key, value, slots, query, key_cache)
     device = runtime(query.device.index)
     batch = query.shape[0]
     if batch == 0:
@@ -70,7 +72,7 @@ def paged_decode(
     blocks = batch * _head_chunks(query, key_cache)
     splits = split_count(variant, blocks, max_length, device.multiprocessors)
     tensors = (out, query, key_cache, value_cache, block_table, lengths)
-    launch_decode(device, variant, splits, *tensors, scale * k_scale, window, v_scale, key, value)
+    launch_decode(device, variant, splits, *tensors, scale * k_scale, window, v_scale, key, value, slots)
 
 
 def _head_chunks(query: torch.Tensor, key_cache: torch.Tensor) -> int:
@@ -94,6 +96,7 @@ def launch_decode(
     v_scale: float,
     key: torch.Tensor | None = None,
     value: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
 ) -> None:
     batch, heads, size = query.shape
     chunks = _head_chunks(query, key_cache)
@@ -112,6 +115,7 @@ def launch_decode(
         lengths,
         key,
         value,
+        slots,
         part,
         stats,
         *_strides(key_cache, value_cache),
@@ -199,8 +203,15 @@ def _strides(*caches: torch.Tensor) -> list[int]:
 
 
 def _check_new(
-    key: torch.Tensor | None, value: torch.Tensor | None, query: torch.Tensor, key_cache: torch.Tensor
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
 ) -> None:
+    if slots is None or slots.dtype != torch.int64 or slots.numel() != query.shape[0]:
+        got = None if slots is None else f"{slots.dtype} {tuple(slots.shape)}"
+        raise ValueError(f"slots: got {got}, allowed is torch.int64 ({query.shape[0]},)")
     allowed = (query.shape[0], key_cache.shape[2], query.shape[2])
     for name, new in (("key", key), ("value", value)):
         if new is None or new.dtype != torch.float16 or new.shape != allowed:

@@ -116,7 +116,10 @@ class Sm70AttentionImpl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is u
         table, ends = metadata.block_table, (self.scale, window, 1.0, 1.0)
         if _decodes(metadata):
             longest = metadata.max_seq_len
-            new = (key[:tokens], value[:tokens]) if self._writes(key, kv_cache, metadata) else (None, None)
+            new: tuple[Any, ...] = (None, None, None)
+            if self._writes(key, kv_cache, metadata):
+                # Slots and not the table say where: those of a dummy run are negative, its table may be anything.
+                new = (key[:tokens], value[:tokens], metadata.slot_mapping[:tokens])
             attention.paged_decode(
                 output[:tokens], query[:tokens], keys, values, table, lengths, longest, *ends, *new
             )
