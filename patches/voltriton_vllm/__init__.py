@@ -32,13 +32,9 @@ def register() -> None:
 
     gates.force_capability()
     if gates.on_cuda():
-        from vllm.platforms import current_platform
-
         from voltriton_vllm import compiler, missing_ops
 
-        # vLLM's own operators first, where there are any: a library that finds its names taken ends the process.
-        current_platform.import_kernels()
-        missing_ops.install()  # before vLLM's modules ask for them at import
+        missing_ops.install()
         compiler.prepare()
         _check_nccl()
         from voltriton_vllm.sm70 import switch

@@ -7,6 +7,8 @@ rest is Python. An operator that is missing here fails by its name when it is ca
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ import torch
 
 from voltriton_vllm import qwen4_exp
 
+EXTENSIONS = ("_C_stable_libtorch", "_moe_C_stable_libtorch")
 # Kept for the life of the process: a library that is collected takes its operators along.
 _libraries: dict[str, torch.library.Library] = {}
 
@@ -30,7 +33,11 @@ class Operator(NamedTuple):
 
 
 def install() -> list[str]:
-    """Define what is missing; returns the names. May be called again."""
+    """Define what is missing; returns the names. May be called again; vLLM's CUDA platform does when it is imported."""
+    for name in EXTENSIONS:
+        # First what there is of vLLM's own: a library that finds its names taken ends the process.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(f"vllm.{name}")
     defined = []
     for operator in OPERATORS:
         if hasattr(getattr(torch.ops, operator.namespace), operator.name):

@@ -44,7 +44,7 @@ MOST_BYTES = 60 << 20
 VLLM = "vllm==0.32.0"
 NCCL = "nvidia-nccl-cu12==2.30.7"
 CLIENTS = ("grpcio==1.85.3", "tritonclient==2.73.0", "protobuf==6.33.6", "python-rapidjson==1.25")
-CLIENTS += ("typing-extensions==4.15.0", "ml-dtypes==0.5.4", "packaging==26.4")
+CLIENTS += ("typing-extensions==4.16.0", "ml-dtypes==0.5.4", "packaging==26.4")
 CUSTOM_ALL_REDUCE = "vllm/_C_stable_libtorch.abi3.so"
 EXPERTS = "vllm/_moe_C_stable_libtorch.abi3.so"
 # Not used by the stub or the program: tests, tools, and what only a build needs.

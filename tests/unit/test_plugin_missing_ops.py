@@ -1,5 +1,8 @@
 """Operators of vLLM's CUDA extensions that the plugin supplies: schemas, no doubles, refusals."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from voltriton_vllm import missing_ops
@@ -21,6 +24,13 @@ def test_what_is_missing_is_defined_once(namespace):
     assert len(missing_ops.install()) == len(missing_ops.OPERATORS)
     assert missing_ops.install() == []
     assert namespace["cutlass_scaled_mm_supports_fp8"].cutlass_scaled_mm_supports_fp8(70) is False
+
+
+def test_the_cuda_platform_defines_them_before_any_plugin():
+    """A spawned engine unpickles its configuration first, whose modules ask at import (found on an H200)."""
+    code = "import vllm.platforms.cuda, torch; print(torch.ops._C.cutlass_scaled_mm_supports_block_fp8(70))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.stdout.splitlines()[-1:] == ["False"], done.stderr[-2000:]
 
 
 def test_the_calls_of_vllm_fit_the_schemas(namespace):
