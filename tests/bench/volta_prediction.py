@@ -28,7 +28,7 @@ from voltriton_vllm.sm70 import runtime, variants
 
 BYTES_A_WEIGHT = 9 / 16
 CLOCKS_GHZ = (1.38, 1.53)
-PREFILL_KEYS = 32  # PK of csrc/sm70_attention.cu
+PREFILL_KEYS = 32  # PK of csrc/sm70_prefill.cu
 PIPES = {
     "float": ("FFMA", "FMUL", "FADD", "IMAD"),
     "half": ("HFMA2", "HMUL2", "HADD2"),

@@ -124,7 +124,7 @@ def library(
         "DOWN_NAME": DOWN.name,
     }
     calls = re.sub("|".join(cases), lambda m: cases[m[0]], CALLS)
-    kernels = without_ptx(compiling.read_source("sm70_moe.cu", "sm70_gemm.cu", "sm70_attention.cu"))
+    kernels = without_ptx(compiling.read_source("sm70_moe.cu", "sm70_gemm.cu", "sm70_decode.cu"))
     lines = [v.line() for v in (*GEMMS, *GEMVS, *MOES, UP, DOWN, *variants.DECODE[request.param].values())]
     text = "\n".join([f"#define FRAG {request.param}", f'#include "{HOST}"', kernels, *lines, calls])
     (folder / "kernels.cpp").write_text(text)

@@ -6,6 +6,7 @@ import functools
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -14,26 +15,42 @@ from voltriton_vllm.sm70.variants import all_variants
 
 log = logging.getLogger("voltriton.sm70")
 
-_PLAIN_MATRIX = ("fragment_check", "dequant", "split_sum")
-_PLAIN_GLUE = ("rms_norm", "silu_and_mul", "rotary", "topk_softmax", "moe_sum", "moe_align", "moe_sort")
-_PLAIN_ATTENTION = tuple(f"decode_combine_d{size}" for size in (64, 128, 256))
-_MATRIX = ("sm70_moe.cu", "sm70_gemm.cu")
-_ATTENTION = ("sm70_attention.cu",)
-_GLUE = ("sm70_glue.cu",)
+
+class Part(NamedTuple):
+    """Files that are compiled as one, with the variants of some macros; and the kernels that are in them anyway."""
+
+    files: tuple[str, ...]
+    macros: tuple[str, ...]
+    plain: tuple[str, ...] = ()
+
+    def source(self, fragment: int) -> str:
+        lines = [v.line() for v in all_variants(fragment) if v.macro in self.macros]
+        return "\n".join([f"#define FRAG {fragment}", read_source(*self.files), *lines]) + "\n"
+
+    def names(self, fragment: int) -> list[str]:
+        """The kernels that are in it."""
+        return [*self.plain, *(v.name for v in all_variants(fragment) if v.macro in self.macros)]
+
+
+PARTS = (
+    Part(
+        ("sm70_moe.cu", "sm70_gemm.cu"),
+        ("GEMV", "GEMM", "MOE_UP", "MOE_DOWN", "MOE_GEMM"),
+        ("fragment_check", "dequant", "split_sum"),
+    ),
+    Part(
+        ("sm70_glue.cu",),
+        ("HGEMV",),
+        ("rms_norm", "silu_and_mul", "rotary", "topk_softmax", "moe_sum", "moe_align", "moe_sort"),
+    ),
+    Part(("sm70_decode.cu",), ("DECODE",), tuple(f"decode_combine_d{size}" for size in (64, 128, 256))),
+    Part(("sm70_prefill.cu",), ("PREFILL",)),
+)
 
 
 def sources(fragment: int) -> list[str]:
-    """The texts that are compiled, each with the variants in use; several, so that they compile side by side."""
-    variants = all_variants(fragment)
-    files_of = {
-        v: _ATTENTION if v.macro in ("DECODE", "PREFILL") else _GLUE if v.macro == "HGEMV" else _MATRIX
-        for v in variants
-    }
-    texts = []
-    for files in (_MATRIX, _GLUE, _ATTENTION):
-        lines = [v.line() for v in variants if files_of[v] == files]
-        texts.append("\n".join([f"#define FRAG {fragment}", read_source(*files), *lines]) + "\n")
-    return texts
+    """The texts that are compiled, one for each of `PARTS`; several, so that they compile side by side."""
+    return [part.source(fragment) for part in PARTS]
 
 
 def fragment_of(capability: tuple[int, int]) -> int:
@@ -57,14 +74,11 @@ class Runtime:
         """Every kernel by name, so that nothing is looked up during a graph capture."""
         with ThreadPoolExecutor() as pool:
             images = list(pool.map(partial(build, arch=device_arch(device)), sources(self.fragment)))
-        modules = [Module(image) for image in images]
-        names = [_PLAIN_MATRIX, _PLAIN_GLUE, _PLAIN_ATTENTION]
-        macros = [("GEMV", "GEMM", "MOE_UP", "MOE_DOWN", "MOE_GEMM"), ("HGEMV",), ("DECODE", "PREFILL")]
-        return {
-            name: module.kernel(name)
-            for module, plain, kinds in zip(modules, names, macros, strict=True)
-            for name in (*plain, *(v.name for v in all_variants(self.fragment) if v.macro in kinds))
-        }
+        kernels: dict[str, Kernel] = {}
+        for part, image in zip(PARTS, images, strict=True):
+            module = Module(image)
+            kernels.update((name, module.kernel(name)) for name in part.names(self.fragment))
+        return kernels
 
     def kernel(self, name: str) -> Kernel:
         return self._kernels[name]

@@ -213,7 +213,7 @@ class HalfGemv(_Variant):
 
 @dataclass(frozen=True)
 class Decode(_Variant):
-    """`DECODE` of csrc/sm70_attention.cu: head size, 1 for e4m3 bytes; for the rest see `decode_body`."""
+    """`DECODE` of csrc/sm70_decode.cu: head size, 1 for e4m3 bytes; for the rest see `decode_body`."""
 
     macro: ClassVar[str] = "DECODE"
     size: int
@@ -242,7 +242,7 @@ class Decode(_Variant):
 
 @dataclass(frozen=True)
 class Prefill(_Variant):
-    """`PREFILL` of csrc/sm70_attention.cu: head size, 1 for e4m3 bytes, warps (of 16 tokens) a block."""
+    """`PREFILL` of csrc/sm70_prefill.cu: head size, 1 for e4m3 bytes, warps (of 16 tokens) a block."""
 
     macro: ClassVar[str] = "PREFILL"
     size: int
@@ -370,11 +370,9 @@ DECODE: dict[int, dict[tuple[int, int], Decode]] = {
         (256, 1): Decode(256, 1, 2, 4, 4, 2),
     },
 }
-COMBINE_THREADS, COMBINE_SHARED, MOST_SPLITS = (
-    128,
-    (512 + 128 + 1) * 4,
-    128,
-)  # `combine`, csrc/sm70_attention.cu
+# `combine` of csrc/sm70_decode.cu.
+MOST_SPLITS, COMBINE_THREADS = 128, 128
+COMBINE_SHARED = (4 * COMBINE_THREADS + MOST_SPLITS + 1) * 4
 
 
 @functools.lru_cache(4096)
