@@ -12,7 +12,7 @@ from voltriton_vllm.cpu import build, linear
 
 # Relative to the largest result: rounding of the result's type, and float32 sums in another order.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 6e-4}
-SHAPES = [(960, 576), (64, 1552), (50, 32), (1, 16), (33, 2048)]
+SHAPES = [(960, 576), (64, 1552), (50, 32), (1, 16), (33, 2048), (40, 4112)]
 ROWS = [0, 1, 2, 3, 5, 8, 11, 12, 13, 16, 17, 32, 33, 100]
 
 
@@ -97,7 +97,7 @@ def test_each_instruction_set(kernel, isa):
         "for d in t.BOUNDS:\n"
         "    assert t.torch.equal(*t.every_pair(d)), d\n"
         "    for m in (1, 3, 8, 16, 17, 40):\n"
-        "        for shape in ((50, 576), (33, 1296)):\n"
+        "        for shape in ((50, 576), (33, 4112)):\n"
         "            assert t.worst(m, shape, d, True, True) < t.BOUNDS[d], (d, m, shape)\n"
     )
     path = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])  # noqa: PTH120
@@ -108,11 +108,11 @@ def test_each_instruction_set(kernel, isa):
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_the_number_of_threads_changes_no_bit(kernel, dtype):
-    packed = linear.pack(*random_nvfp4(130, 1296, per_row=True))
+    packed = linear.pack(*random_nvfp4(130, 4112, per_row=True))
     before = torch.get_num_threads()
     try:
         for rows in (5, 70, 300):
-            x = torch.randn(rows, 1296).to(dtype)
+            x = torch.randn(rows, 4112).to(dtype)
             results = []
             for threads in (1, 2, 3, 7):
                 torch.set_num_threads(threads)

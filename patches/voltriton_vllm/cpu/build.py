@@ -31,7 +31,7 @@ INSTRUCTION_SETS = {
     "avx2": AVX2,
     "avx512": AVX512,
     "avx512bf16": AVX512_BF16,
-    "amx": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
+    "amx": (*AVX512_BF16, "-mprfchw", "-mamx-tile", "-mamx-bf16"),
 }
 BUILD_LIMIT_S = 300
 

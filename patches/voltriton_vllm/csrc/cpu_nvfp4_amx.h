@@ -3,8 +3,10 @@
 // A tile register holds 16 rows of 64 bytes. One multiplication adds to a tile of 16 x 16 sums the products of
 // 16 rows of x and 16 output rows over 32 columns. Two by two of them at a time, so that each tile that is loaded
 // is used twice. Weights are decoded a panel (32 output rows, up to kAmxColumns) at a time, in the tiles' order,
-// into one of two buffers in the first-level cache, between the multiplications with the panel before: those
-// leave the vector units idle. x is put into the tiles' order first, filled up with zeros.
+// into one of two buffers in the cache, between the multiplications with the panel before: those leave the vector
+// units idle. x is put into the tiles' order first, filled up with zeros.
+//
+// What bounds it is memory, not the multiplications: writing y, and tiles that come from the second-level cache.
 //
 // The weights, without their global scale, are exact in bfloat16. float16 activations are the exact sum of two
 // bfloat16 numbers, float32 activations of three; each is multiplied, as three columns of x would be.
@@ -18,7 +20,7 @@ namespace {
 
 // From here on faster than decoding in registers, measured; float16 and float32 are two and three parts.
 inline int64_t amx_from(Dtype dtype) { return dtype == Dtype::bf16 ? 3 : 5; }
-constexpr int64_t kAmxColumns = 320;    // of a panel at most: with its rows of x it fits into the first-level cache
+constexpr int64_t kAmxColumns = 2048;   // of a panel at most: two of them take an eighth of a second-level cache
 constexpr int64_t kAmxBytes = 1 << 20;  // of x in the tiles' order at a time: half of a second-level cache
 constexpr int kStep = 32;               // columns of a tile of bfloat16
 constexpr int kRowTile = 16;            // rows of x in a tile
@@ -39,6 +41,24 @@ struct TileRegisters {
   TileRegisters() { _tile_loadconfig(&kTileShapes); }
   ~TileRegisters() { _tile_release(); }
 };
+
+// Room of this thread for `count` values, kept for later calls: to give it back each time costs more page faults than
+// the work is worth. It is small (see kAmxBytes), begins as zeros and holds what was last put there under this Name.
+template <typename Name, typename T>
+T* room(int64_t count) {
+  static thread_local std::unique_ptr<Scratch<T>> kept;
+  static thread_local int64_t size = 0;
+  if (count > size) {
+    kept.reset();
+    kept.reset(new Scratch<T>(count));
+    std::memset(kept->at, 0, count * sizeof(T));
+    size = count;
+  }
+  return kept->at;
+}
+struct Rows;
+struct Weights;
+struct Sums;
 
 // x - bf16, where that is finite; infinities and NaN are in the first part alone.
 inline __m512 residue(__m512 x, __m256i bf16) {
@@ -115,10 +135,10 @@ struct Decoder {
 };
 
 // c [16 * RowTiles, 32] = or += x W^T over `steps` tiles of columns; a: tiles of x, those of the second 16 rows
-// `second` words behind. Before each step `groups` of the next panel are decoded.
-template <int RowTiles, int Parts>
+// `second` words behind. `between` is called before each step: work that needs no tiles.
+template <int RowTiles, int Parts, typename Between>
 void multiply(const uint32_t* a, int64_t second, const uint32_t* b, int64_t steps, bool add, float* c,
-              Decoder& next, int64_t groups) {
+              Between between) {
   constexpr int kStride = kAmxPanel * sizeof(float);
   if (add) {
     _tile_loadd(0, c, kStride);
@@ -134,7 +154,7 @@ void multiply(const uint32_t* a, int64_t second, const uint32_t* b, int64_t step
     _tile_zero(3);
   }
   for (int64_t s = 0; s < steps; s++, b += 2 * kTileWords) {
-    next.some(groups);
+    between();
     asm volatile("" ::: "memory");  // the compiler does not know that loading a tile reads memory
     _tile_loadd(6, b, 64);
     _tile_loadd(7, b + kTileWords, 64);
@@ -169,24 +189,24 @@ struct AmxShare {
 
   // A piece is a panel and a range of blocks of rows; panels change first.
   void work(int64_t begin, int64_t end, int64_t blocks_of_piece) const {
-    Scratch<uint32_t> weights(2 * columns * kAmxPanel / 2);
-    Scratch<float> sums((cuts == 1 ? 1 : blocks_of_piece) * kBlockRows * kAmxPanel);
-    // Columns that fill up a tile are never decoded; their products with zeros must be zero, not NaN.
-    if (p.k % kStep) std::memset(weights.at, 0, 2 * columns * kAmxPanel / 2 * sizeof(uint32_t));
+    // Columns that fill up a tile are not decoded: what is there, earlier weights or zeros, is finite, as it must be
+    // for its products with zeros to be zero.
+    uint32_t* const weights = room<Weights, uint32_t>(2 * columns * kAmxPanel / 2);
+    float* const sums = room<Sums, float>((cuts == 1 ? 1 : blocks_of_piece) * kBlockRows * kAmxPanel);
     const int64_t turns = (end - begin) * cuts;
-    if (turns > 0) decoder(begin, 0, weights.at).rest();
+    if (turns > 0) decoder(begin, 0, weights).rest();
     for (int64_t turn = 0; turn < turns; turn++) {
       const int64_t piece = begin + turn / cuts, first = piece / panels * blocks_of_piece;
       const int64_t last = std::min(first + blocks_of_piece, up(rows, kBlockRows)), cut = turn % cuts;
-      const uint32_t* b = weights.at + (turn & 1) * columns * kAmxPanel / 2;
+      const uint32_t* b = weights + (turn & 1) * columns * kAmxPanel / 2;
       Decoder next;
       if (turn + 1 < turns) {
         const int64_t then = turn + 1;
-        next = decoder(begin + then / cuts, then % cuts, weights.at + (then & 1) * columns * kAmxPanel / 2);
+        next = decoder(begin + then / cuts, then % cuts, weights + (then & 1) * columns * kAmxPanel / 2);
       }
       for (int64_t block = first; block < last; block++) {
-        float* c = sums.at + (cuts == 1 ? 0 : block - first) * kBlockRows * kAmxPanel;
-        multiply_block(block, cut, b, c, next, up(4, last - first));
+        float* c = sums + (cuts == 1 ? 0 : block - first) * kBlockRows * kAmxPanel;
+        multiply_block(block, piece % panels, cut, b, c, next, up(4, last - first));
         if (cut == cuts - 1) finish_block(block, piece % panels, c);
       }
       next.rest();
@@ -198,12 +218,21 @@ struct AmxShare {
     return Decoder(p, piece % panels, cut * columns, std::min(columns, p.k - cut * columns), out);
   }
 
-  void multiply_block(int64_t block, int64_t cut, const uint32_t* b, float* c, Decoder& next, int64_t groups) const {
+  void multiply_block(int64_t block, int64_t panel, int64_t cut, const uint32_t* b, float* c, Decoder& next,
+                      int64_t groups) const {
     const int64_t second = steps * Parts * kTileWords, first_step = cut * columns / kStep;
-    const int64_t count = std::min(columns / kStep, steps - first_step);
+    const int64_t count = std::min(columns / kStep, steps - first_step), left = rows - block * kBlockRows;
     const uint32_t* a = x + block * 2 * second + first_step * Parts * kTileWords;
-    if (rows - block * kBlockRows > kRowTile) multiply<2, Parts>(a, second, b, count, cut > 0, c, next, groups);
-    else multiply<1, Parts>(a, second, b, count, cut > 0, c, next, groups);
+    const Y* y = static_cast<const Y*>(p.y) + (row0 + block * kBlockRows) * p.n + panel * kAmxPanel;
+    int64_t to_fetch = cut == cuts - 1 ? std::min<int64_t>(kBlockRows, left) : 0;
+    const auto between = [&] {
+      next.some(groups);
+      // The lines of y, whose rows are far apart, come into the cache before they are written.
+      for (int64_t i = up(kBlockRows, count); i > 0 && to_fetch > 0; i--, to_fetch--, y += p.n)
+        _m_prefetchw(const_cast<Y*>(y));
+    };
+    if (left > kRowTile) multiply<2, Parts>(a, second, b, count, cut > 0, c, between);
+    else multiply<1, Parts>(a, second, b, count, cut > 0, c, between);
   }
 
   void finish_block(int64_t block, int64_t panel, const float* c) const {
@@ -216,15 +245,16 @@ template <typename X, int Parts>
 void amx_rows(const Problem& p) {
   const int64_t bytes_of_row = up(p.k, kStep) * kStep * Parts * sizeof(uint16_t);
   const int64_t at_once = std::clamp<int64_t>(kAmxBytes / bytes_of_row / kBlockRows, 4, 32) * kBlockRows;
-  Scratch<uint16_t> x(up(std::min(at_once, p.m), kRowTile) * kRowTile * bytes_of_row / sizeof(uint16_t));
+  const int64_t numbers_of_row = bytes_of_row / sizeof(uint16_t);
+  uint16_t* const x = room<Rows, uint16_t>(up(std::min(at_once, p.m), kRowTile) * kRowTile * numbers_of_row);
   for (int64_t row0 = 0; row0 < p.m; row0 += at_once) {
     const int64_t rows = std::min(at_once, p.m - row0);
 #pragma omp parallel
     {
 #pragma omp for schedule(static)
       for (int64_t r = 0; r < rows; r += kRowTile)
-        place_rows<X>(p, row0 + r, Parts, x.at + r * bytes_of_row / sizeof(uint16_t));
-      const AmxShare<X, Parts> share{p, reinterpret_cast<const uint32_t*>(x.at), row0, rows};
+        place_rows<X>(p, row0 + r, Parts, x + r * numbers_of_row);
+      const AmxShare<X, Parts> share{p, reinterpret_cast<const uint32_t*>(x), row0, rows};
       // Enough pieces for all threads also where there are few panels.
       const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
       const int64_t blocks = up(rows, kBlockRows);
