@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from voltriton.processes import name
 from voltriton.server import read_metric
-from voltriton.supervisor import NAME, state_file
+from voltriton.supervisor import NAME, seconds, state_file
 from voltriton.triton import default_root
 
 
@@ -21,7 +22,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="voltriton drain", description=__doc__)
     parser.add_argument("--root", type=Path, default=default_root())
     parser.add_argument("--http-port", type=int, default=8000, help="of the server (%(default)s)")
-    parser.add_argument("--timeout-s", type=float, default=60.0)
+    parser.add_argument("--timeout-s", type=seconds, default=60.0)
     args = parser.parse_args(argv)
     state = state_file(args.root, args.http_port)
     try:
@@ -36,18 +37,26 @@ def main(argv: list[str]) -> int:
     deadline = time.monotonic() + args.timeout_s
     # The stubs report once a second: the first numbers after the drain began.
     time.sleep(min(1.5, args.timeout_s))
-    while (open_now := _open(status["metrics"])) != "0" and time.monotonic() < deadline:
+    while (left := _left(state, status["metrics"])) is not None and time.monotonic() < deadline:
         if name(status["pid"]) != NAME:
             print("drained: the server has ended")
             return 0
         time.sleep(0.2)
-    if open_now != "0":
-        print(
-            f"voltriton drain: {open_now} requests are still open after {args.timeout_s:g} s", file=sys.stderr
-        )
+    if left is not None:
+        print(f"voltriton drain: {left} after {args.timeout_s:g} s", file=sys.stderr)
         return 1
     print("drained: no request is open")
     return 0
+
+
+def _left(state: Path, metrics: str) -> str | None:
+    """What the drain still waits for; None when it is over."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        # No request is open and new ones are still taken: the supervisor is stopped, or at work on a repair.
+        if (now := json.loads(state.read_text())["state"]) not in ("draining", "stopped"):
+            return f"new requests are not refused yet (the server is {now})"
+    open_now = _open(metrics)
+    return None if open_now == "0" else f"{open_now} requests are still open"
 
 
 def _open(metrics: str) -> str:

@@ -31,6 +31,8 @@ from voltriton.processes import (
 from voltriton.triton import Layout, compose, folder_arguments
 
 KEY_HEADER = "voltriton-key"
+# `http_proxy` in the environment is for the internet, not for a server of this machine.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # For the end of killed processes; one that is stuck in a driver takes longer, and is not waited for.
 KILL_S = 5.0
 # The model that the supervisor asks and repairs; all others of the repository are loaded too.
@@ -142,7 +144,7 @@ class Server:
             headers={KEY_HEADER: self._key},
         )
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            with _OPENER.open(request, timeout=timeout_s) as response:
                 return response.status, response.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -281,7 +283,7 @@ class Server:
 
 def read_metric(address: str, name: str, timeout_s: float) -> float:
     """A metric of a running server, summed over all labels. OSError where the metrics cannot be read."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=timeout_s) as response:
+    with _OPENER.open(f"http://{address}/metrics", timeout=timeout_s) as response:
         lines = response.read().decode().splitlines()
     return sum(float(x.rpartition(" ")[2]) for x in lines if x.startswith(name + "{"))
 
@@ -310,9 +312,14 @@ def load_failure(log: Path | None, begin: int) -> str | None:
 
 def check_ports(options: Options, remedy: str = "choose another with --{name}-port") -> None:
     """StartError that names a port which is taken; tritonserver would say so only after loading the models."""
+    seen: dict[int, str] = {}
     for name, port in (
         ("http", options.http_port), ("grpc", options.grpc_port), ("metrics", options.metrics_port),
     ):  # fmt: skip
+        if port and seen.setdefault(port, name) != name:
+            raise StartError(
+                f"{name} port {port} is the {seen[port]} port already; {remedy.format(name=name)}"
+            )
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

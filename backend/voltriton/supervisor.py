@@ -28,7 +28,15 @@ from pathlib import Path
 
 from voltriton.errors import StartError
 from voltriton.processes import alive, set_name
-from voltriton.server import ENGINE_MODEL, Hanging, Options, Server, load_failure, repository_models
+from voltriton.server import (
+    ENGINE_MODEL,
+    Hanging,
+    Options,
+    Server,
+    check_ports,
+    load_failure,
+    repository_models,
+)
 from voltriton.triton import Layout, default_root
 
 NAME = "voltriton-serve"
@@ -101,6 +109,12 @@ class Supervisor:
 
     def run(self, on_ready: Callable[[], None] = lambda: None) -> int:
         """Blocks until stopped; returns the exit status."""
+        try:
+            check_ports(self._options)
+        except StartError as error:
+            # Nothing is written: the state file is that of the server which has the port.
+            self._say(str(error))
+            return 1
         try:
             self._start()
             self._say("ready")
@@ -291,6 +305,14 @@ class Supervisor:
                 self._status_file.unlink()
 
 
+def seconds(text: str) -> float:
+    """For argparse."""
+    value = float(text)
+    if not 0 <= value < 1e9:
+        raise argparse.ArgumentTypeError(f"got {text}, allowed: 0 or more seconds")
+    return value
+
+
 def parse(argv: list[str]) -> Options:
     parser = argparse.ArgumentParser(
         prog="voltriton serve", description="Start tritonserver with a model repository and look after it."
@@ -306,12 +328,12 @@ def parse(argv: list[str]) -> Options:
     parser.add_argument("--http-port", type=int, default=8000)
     parser.add_argument("--grpc-port", type=int, default=8001)
     parser.add_argument("--metrics-port", type=int, default=8002)
-    parser.add_argument("--ready-timeout-s", type=float, default=1800.0)
+    parser.add_argument("--ready-timeout-s", type=seconds, default=1800.0)
     parser.add_argument(
-        "--grace-s", type=float, default=30.0, help="for open requests at the end (%(default)s)"
+        "--grace-s", type=seconds, default=30.0, help="for open requests at the end (%(default)s)"
     )
-    parser.add_argument("--canary-interval-s", type=float, default=10.0)
-    parser.add_argument("--canary-timeout-s", type=float, default=30.0)
+    parser.add_argument("--canary-interval-s", type=seconds, default=10.0)
+    parser.add_argument("--canary-timeout-s", type=seconds, default=30.0)
     parser.add_argument("--max-repairs", type=int, default=5, help="within ten minutes (%(default)s)")
     parser.add_argument("--log", type=Path, help="file for tritonserver's output")
     parser.add_argument("extra", nargs="*", metavar="-- OPTION", help="further options of tritonserver")

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from follow import Follow, follow, script
 from serve import Serve
-from server import fake_repository, wait_for, write_model
+from server import fake_repository, free_ports, wait_for, write_model
 from voltriton.processes import command_line
 from voltriton.server import Options, Server
 from voltriton.supervisor import state_file
@@ -37,13 +37,22 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """One for the tests that break it and wait for the repair."""
     with Serve(
-        repository, tmp_path_factory.mktemp("shared"), "--max-repairs=50", "--canary-timeout-s=2"
-    ) as serve:
+        repository, tmp_path_factory.mktemp("shared"), "--max-repairs=50", "--canary-timeout-s=2",
+        # For the internet, and not to be asked.
+        env={"http_proxy": "http://127.0.0.1:9"},
+    ) as serve:  # fmt: skip
         yield serve
 
 
 def works(serve: Serve) -> bool:
     return ask(serve.grpc_url, "a b", stream=True).text == "a b"
+
+
+def test_a_second_one_on_the_same_port_leaves_the_first_its_state(shared: Serve) -> None:
+    second = subprocess.run(shared._command, capture_output=True, text=True, timeout=60)
+    assert (second.returncode, second.stderr.count("\n")) == (1, 1)
+    assert f"http port {shared.http} on 127.0.0.1 cannot be used" in second.stderr
+    assert shared.status()["pid"] == shared.process.pid  # type: ignore[union-attr]
 
 
 def test_stub_killed(shared: Serve) -> None:
@@ -229,6 +238,44 @@ def test_drain_takes_no_other_process_for_the_server(tmp_path: Path) -> None:
         assert (done.returncode, "no `voltriton serve` runs" in done.stderr) == (1, True)
         assert other.poll() is None
         other.kill()
+
+
+def test_drain_waits_until_new_requests_are_refused(tmp_path: Path) -> None:
+    """A supervisor that is stopped, or at work on a repair, has not begun; that no request is open means nothing yet."""
+    state = state_file(tmp_path, 8000)
+    state.parent.mkdir(parents=True)
+    (tmp_path / "metrics").write_text('voltriton:requests_open{model="vllm"} 0\n')
+    port = free_ports(1)[0]
+    code = (
+        "import signal, sys; from voltriton.processes import set_name\n"
+        "signal.signal(signal.SIGUSR1, signal.SIG_IGN); set_name('voltriton-serve')\n"
+        "import functools, http.server as h\n"
+        f"page = functools.partial(h.SimpleHTTPRequestHandler, directory={str(tmp_path)!r})\n"
+        f"server = h.HTTPServer(('127.0.0.1', {port}), page); print(flush=True); server.serve_forever()"
+    )
+    command = [sys.executable, "-m", "voltriton.cli", "drain", f"--root={tmp_path}", "--timeout-s=0"]
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as serve:
+        assert serve.stdout is not None
+        serve.stdout.readline()
+        note = {"pid": serve.pid, "metrics": f"127.0.0.1:{port}"}
+        state.write_text(json.dumps({**note, "state": "repairing"}))
+        early = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        state.write_text(json.dumps({**note, "state": "draining"}))
+        late = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        serve.kill()
+    words = "voltriton drain: new requests are not refused yet (the server is repairing) after 0 s\n"
+    assert (early.returncode, early.stderr) == (1, words)
+    assert (late.returncode, late.stdout) == (0, "drained: no request is open\n")
+
+
+@pytest.mark.parametrize("command", [["drain", "--timeout-s=-1"], ["serve", "--grace-s=-1"]])
+def test_times_below_nothing_are_wrong_usage(command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "voltriton.cli", *command], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, "got -1, allowed: 0 or more seconds" in done.stderr) == (2, True)
 
 
 def test_drain_without_a_server() -> None:

@@ -282,6 +282,11 @@ def test_taken_port_is_named(tmp_path: Path) -> None:
             check_ports(Options(tmp_path, tmp_path, http_port=0, grpc_port=port, metrics_port=0))
 
 
+def test_one_port_for_two_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=r"metrics port 65000 is the grpc port already; .*--metrics-port"):
+        check_ports(Options(tmp_path, tmp_path, http_port=0, grpc_port=65000, metrics_port=65000))
+
+
 def test_a_port_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="metrics port: got 65536, allowed: 1 to 65535"):
         check_ports(Options(tmp_path, tmp_path, http_port=0, grpc_port=0, metrics_port=65536))
