@@ -98,6 +98,8 @@ class Target:
             ("grpc.min_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 2000),
             ("grpc.use_local_subchannel_pool", 1),
+            # `http_proxy` in the environment is for the internet; over HTTP we do not follow it either.
+            ("grpc.enable_http_proxy", 0),
         ]
 
     def open(self) -> Any:

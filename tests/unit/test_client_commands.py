@@ -299,6 +299,19 @@ def test_status_while_the_engine_is_down(
     assert "the engine of model 'vllm' is down" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [([], "no metrics at {next}: "), (["--metrics", "127.0.0.1:abc"], "no metrics at 127.0.0.1:abc: ")],
+)
+def test_status_without_metrics(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    """Looked for beside gRPC's port: on Triton's usual one there may be another server's."""
+    host, port = server.address.rsplit(":", 1)
+    assert voltriton(["status", "--run-dir", str(tmp_path), *options]) == 0
+    assert words.format(next=f"{host}:{int(port) + 1}") in capsys.readouterr().out
+
+
 def test_status_unwell(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server.models["vllm"].state, server.models["vllm"].reason = "UNAVAILABLE", "engine died"
     server.refuse_ready = True

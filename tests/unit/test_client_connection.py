@@ -56,6 +56,13 @@ def test_nobody_there() -> None:
     assert 0.4 < time.monotonic() - started < 3
 
 
+def test_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`http_proxy` is for the internet; gRPC would say that nothing answers at the server's address."""
+    monkeypatch.setenv("http_proxy", f"http://{free_address()}")
+    with FakeServer() as server, vc.Client(server.address, connect_timeout_s=2) as client:
+        assert client.live()
+
+
 def test_a_server_that_comes_up_late_is_found() -> None:
     """Nothing was sent before, so trying again is safe."""
     late = FakeServer()

@@ -39,7 +39,7 @@ RUN_DIR = Path(".voltriton/run")
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="voltriton status", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("--metrics", metavar="HOST:PORT", help="default: the server's host, port 8002")
+    parser.add_argument("--metrics", metavar="HOST:PORT", help="default: the port after gRPC's")
     parser.add_argument(
         "--run-dir", type=Path, default=RUN_DIR, help="where `voltriton serve` notes its state"
     )
@@ -74,7 +74,7 @@ def collect(client: Client, metrics_address: str | None, run_dir: Path) -> dict[
         for model, numbers in status["engine"].items():
             if numbers.get("up") == 0:
                 status["problems"].append(f"the engine of model {model!r} is down or being started again")
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         # Metrics are an extra: a server without them is not unwell.
         status["engine_note"] = f"no metrics at {metrics_address}: {error}"
     return status
@@ -87,9 +87,10 @@ def _is_of(state: dict[str, Any], address: str) -> bool:
 
 
 def _metrics_of(address: str, supervisors: list[dict[str, Any]]) -> str:
-    """Where the server's metrics are: as its supervisor says, else on Triton's default port."""
+    """Where the server's metrics are: as its supervisor says, else on the next port, as by default (8001, 8002)."""
     known = (state.get("metrics") for state in supervisors if state.get("grpc") == address and state["alive"])
-    return next(filter(None, known), address.rsplit(":", 1)[0] + ":8002")
+    host, _, port = address.rpartition(":")
+    return next(filter(None, known), f"{host}:{int(port) + 1}")
 
 
 def models_of(client: Client, supervisors: list[dict[str, Any]]) -> list[ModelInfo]:
