@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     if len(args.results) < 2:
         parser.error("two or more results are needed")
     try:
-        results = [report.read(path) for path in args.results]
+        results = [read(path) for path in args.results]
         names = names_of(args.results)
         rows = side_by_side(results)
     except ResultError as error:
@@ -47,8 +47,24 @@ def main(argv: list[str]) -> int:
         if not result["complete"]:
             print(f"{name} is partial: it was interrupted or failed", file=sys.stderr)
     if args.html:
-        args.html.write_text(page(names, rows, changes), encoding="utf-8")
+        try:
+            args.html.write_text(page(names, rows, changes), encoding="utf-8")
+        except OSError as error:
+            print(f"voltriton compare: --html {args.html}: {error.strerror}", file=sys.stderr)
+            return 1
     return 0
+
+
+def read(path: Path) -> dict[str, Any]:
+    """ResultError where it is no result, or holds not all that is compared."""
+    result = report.read(path)
+    try:
+        side_by_side([result])
+        differences([result])
+        bool(result["complete"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ResultError(f"{path}: damaged: {type(error).__name__}: {error}") from None
+    return result
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:

@@ -89,7 +89,13 @@ def run(
     export.unlink(missing_ok=True)
     command = [*tool.command, *options(level, model, address, source, export)]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        # As our own client does, gRPC in there is to ask no proxy.
+        env={**os.environ, "no_grpc_proxy": "*"},
     )
     try:
         output = _output(process, address, timeout_s)

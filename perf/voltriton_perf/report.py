@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -31,7 +32,18 @@ svg{width:100%;height:auto;border:1px solid #e5e5e5;border-radius:6px}
 
 
 class ResultError(Exception):
-    """A file is no result of ours: one line."""
+    """A file is no result of ours, or none can be written there: one line."""
+
+
+def check_place(folder: Path, name: str) -> None:
+    """ResultError where `write` would fail: it is known before hours are spent on measuring."""
+    if Path(name).name != name:
+        raise ResultError(f"name: got {name!r}, allowed: a file's name without a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ResultError(f"--out {folder} cannot be written ({error.strerror}): choose another") from None
 
 
 def write(result: dict[str, Any], folder: Path, name: str) -> Path:

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     try:
         return Sla(args, argv).run()
-    except (VoltritonError, InputError, ProfileError, OSError) as error:
+    except (VoltritonError, InputError, ProfileError, report.ResultError, OSError) as error:
         print(f"voltriton sla: {error}", file=sys.stderr)
         return 1
 
@@ -66,6 +66,7 @@ class Sla:
         self._args = args
         self._command = ["voltriton", "sla", *argv]
         self._profile = with_users(profile.load(args.profile), args.users)
+        self._file = f"sla-{self._profile.name}"
         self._service = service_of(args)
         self._bench = Bench(self._service, {}, args.seed, args.timeout)
         self._steps: list[Step] = []
@@ -73,6 +74,7 @@ class Sla:
 
     def run(self) -> int:
         self._service.inputs()
+        report.check_place(self._args.out, self._file)
         print("making prompts ...", file=sys.stderr, flush=True)
         self._prompts = self._make_prompts()
         complete = False
@@ -126,7 +128,7 @@ class Sla:
         best = max((s.users for s in self._steps if s.met and not s.measured.interrupted), default=0)
         wanted = self._profile.wanted
         shown = next((s for s in self._steps if s.users == wanted), self._steps[-1])
-        path = report.write(self._result(complete, best, shown), self._args.out, f"sla-{self._profile.name}")
+        path = report.write(self._result(complete, best, shown), self._args.out, self._file)
         console().print(verdict_table(shown))
         passed = complete and best >= wanted
         print(

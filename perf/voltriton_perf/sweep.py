@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     try:
         return Sweep(args, argv).run()
-    except (VoltritonError, InputError, FetchError, OSError) as error:
+    except (VoltritonError, InputError, FetchError, report.ResultError, OSError) as error:
         print(f"voltriton sweep: {error}", file=sys.stderr)
         return 1
 
@@ -181,6 +181,7 @@ class Sweep:
 
     def run(self) -> int:
         self._service.inputs()
+        report.check_place(self._args.out, self._args.name)
         prompts = self._prompts()
         try:
             with progress() as bar:

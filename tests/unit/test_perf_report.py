@@ -118,6 +118,38 @@ def test_compare_of_what_cannot_be_compared(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(SystemExit) as usage:
         compare.main([str(a)])
     assert usage.value.code == 2
+    assert compare.main([str(a), str(a), "--html", str(tmp_path / "no" / "c.html")]) == 1
+    assert capsys.readouterr().err.endswith("c.html: No such file or directory\n")
+
+
+@pytest.mark.parametrize(
+    "where", ["setup", "levels", "levels.0", "levels.0.mode", "levels.0.summary.ttft_ms"]
+)
+def test_compare_names_a_damaged_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    a = report.write(result("a"), tmp_path, "a")
+    inside: Any = (damaged := json.loads(a.read_text()))
+    *way, last = [int(word) if word.isdigit() else word for word in where.split(".")]
+    for step in way:
+        inside = inside[step]
+    if where == "levels.0":
+        inside[0] = 7
+    else:
+        del inside[last]
+    (tmp_path / "b.json").write_text(json.dumps(damaged))
+    assert compare.main([str(a), str(tmp_path / "b.json")]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"voltriton compare: {tmp_path}/b.json: damaged: ") and err.count("\n") == 1
+
+
+def test_a_place_that_cannot_be_written_is_known_before_anything_is_measured(tmp_path: Path) -> None:
+    report.check_place(tmp_path / "new" / "folder", "sweep")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    with pytest.raises(report.ResultError, match=r"--out /proc/nope cannot be written .*: choose another"):
+        report.check_place(Path("/proc/nope"), "sweep")
+    with pytest.raises(report.ResultError, match="name: got 'a/b', allowed: a file's name without a folder"):
+        report.check_place(tmp_path, "a/b")
 
 
 def test_plots_of_one_point_and_of_none() -> None:
