@@ -17,6 +17,7 @@ targets:
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -154,7 +155,7 @@ def _nearest(name: str, known: Collection[str]) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _whole(value: Any, where: str) -> int:

@@ -35,6 +35,8 @@ def test_the_profiles_that_come_with_us() -> None:
         ({"mix": [{"share": 1, "prompt_tokens": 0, "output_tokens": 1}]}, r"mix\[0\].prompt_tokens: got 0"),
         ({"mix": [{"share": 1, "prompt_tokens": 1, "output_tokens": True}]}, "output_tokens: got True"),
         ({"mix": [{"share": 0, "prompt_tokens": 1, "output_tokens": 1}]}, "share: got 0"),
+        ({"mix": [{"share": float("inf"), "prompt_tokens": 1, "output_tokens": 1}]}, "share: got inf"),
+        ({"targets": {"error_rate": float("nan")}}, "error_rate: got nan"),
         ({"targets": {}}, "at least one"),
         ({"targets": {"ttft_p96_ms": 1}}, "no target; did you mean 'ttft_p95_ms'"),
         ({"targets": {"error_rate": "1%"}}, "got '1%'"),
