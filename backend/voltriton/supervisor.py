@@ -266,7 +266,12 @@ class Supervisor:
         if unanswered:
             self._say(f"{unanswered} requests were still open after {self._options.grace_s:g} s")
         elif status != 0:
-            self._say(f"every request was answered, but tritonserver did not end within {STOP_S:g} s")
+            how = (
+                f"did not end within {STOP_S:g} s"
+                if status == -signal.SIGKILL
+                else f"ended with status {status}"
+            )
+            self._say(f"every request was answered, but tritonserver {how}")
         return 1 if unanswered else 0
 
     def _set(self, state: str, failure: str | None = None) -> None:

@@ -119,6 +119,15 @@ def test_broken_bodies(url: str, content: bytes) -> None:
     error(response)
 
 
+@pytest.mark.parametrize(
+    "content", [b'{"model": "\xff"}', b'{"seed": ' + b"9" * 5000 + b"}", b"[" * 5000 + b"]" * 5000]
+)
+def test_bodies_that_json_cannot_hold(url: str, content: bytes) -> None:
+    response = httpx.post(url + CHAT, content=content, headers={"content-type": "application/json"})
+    assert (response.status_code, error(response)["code"]) == (400, "invalid_json")
+    assert error(response)["message"].startswith("the body is no JSON: ")
+
+
 def test_numbers_that_json_does_not_have(url: str) -> None:
     raw = json.dumps({**body(), "temperature": float("nan")})
     for text in (raw, json.dumps({**body(), "structured_outputs": {"json": {"x": float("inf")}}})):
@@ -489,6 +498,7 @@ def test_what_becomes_of_a_server_is_logged_once(
     ("argv", "words"),
     [
         (["--host", "0.0.0.0"], "there are no keys"),
+        (["--trusted-proxy", "proxy"], "--trusted-proxy: got 'proxy', allowed: an IP address or network"),
         (["--rate-per-key", "5"], "give --api-keys FILE, or --rate-per-ip"),
         (["--alias", "x"], "NAME=MODEL"),
         (["--api-keys", "/no/keys"], "/no/keys"),

@@ -59,6 +59,8 @@ def collect(client: Client, metrics_address: str | None, run_dir: Path) -> dict[
     metrics_address = metrics_address or _metrics_of(client.target.address, supervisors)
     status: dict[str, Any] = {"server": client.target.address, "live": False, "ready": False, "models": []}
     status |= {"engine": None, "supervisor": supervisors, "problems": []}
+    if any(state["alive"] and state.get("state") == "draining" for state in supervisors):
+        status["problems"].append("the server is being drained: new requests are refused")
     try:
         status["live"], status["ready"] = client.live(), client.ready()
         models = models_of(client, status["supervisor"])

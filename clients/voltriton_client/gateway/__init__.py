@@ -100,6 +100,14 @@ def _refuse_open_door(args: argparse.Namespace) -> None:
         raise InvalidArgument(
             "--rate-per-key counts by key and there are none: give --api-keys FILE, or --rate-per-ip"
         )
+    for proxy in args.trusted_proxy or []:
+        try:
+            ipaddress.ip_network(proxy, strict=False)
+        except ValueError:
+            if proxy != "*":
+                raise InvalidArgument(
+                    f"--trusted-proxy: got {proxy!r}, allowed: an IP address or network"
+                ) from None
     if args.api_keys or args.allow_anonymous or _is_loopback(args.host):
         return
     raise InvalidArgument(

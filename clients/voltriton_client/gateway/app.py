@@ -88,8 +88,13 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        texts = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not for this path"}
-        codes = {404: "unknown_url", 405: "method_not_allowed"}
+        texts = {
+            # FastAPI's own words for all that json.loads fails at in other ways than at the syntax name no cause.
+            400: "the body is no JSON: no UTF-8, nested too deeply, or a number of too many digits",
+            404: f"no such path: {request.url.path}",
+            405: f"{request.method} is not for this path",
+        }
+        codes = {400: "invalid_json", 404: "unknown_url", 405: "method_not_allowed"}
         status = error.status_code
         text = texts.get(status, str(error.detail))
         return respond(ApiError(status, text, code=codes.get(status)), error.headers)
