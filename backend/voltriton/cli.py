@@ -10,8 +10,9 @@ import errno
 import importlib
 import io
 import os
+import signal
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Command(NamedTuple):
@@ -68,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     # gRPC would write each attempt at a connection to stderr; a command says in one line what came of them.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
-        result: int = importlib.import_module(COMMANDS[name].module).main(rest)
+        result: int = _load(COMMANDS[name].module).main(rest)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
@@ -83,6 +84,18 @@ def main(argv: list[str] | None = None) -> int:
         print(f"voltriton {name}: cannot write: {error.strerror}", file=sys.stderr)
         return 1
     return result
+
+
+def _load(module: str) -> Any:
+    """A Ctrl-C meanwhile ends the process at once: libraries take the exception for a fault of their own."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:
+        return importlib.import_module(module)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        return importlib.import_module(module)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _drop_output() -> None:

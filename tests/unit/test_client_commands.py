@@ -299,6 +299,34 @@ def test_status_while_the_engine_is_down(
     assert "the engine of model 'vllm' is down" in capsys.readouterr().err
 
 
+def test_ctrl_c_while_a_command_is_being_loaded(tmp_path: Path) -> None:
+    """Some libraries turn the exception into an ImportError of many lines."""
+    (tmp_path / "slow.py").write_text(
+        "import os, signal\n"
+        "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    import time; time.sleep(5)\n"
+        "except KeyboardInterrupt:\n    raise ImportError('umath failed to import')\n"
+    )
+    code = (
+        "import signal, sys; from voltriton import cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "cli.COMMANDS['chat'] = cli.Command('slow', ''); sys.exit(cli.main(['chat']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_status_while_the_server_is_drained(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All is ready, and every request is refused."""
+    note = {"pid": os.getpid(), "state": "draining", "grpc": server.address, "metrics": "127.0.0.1:1"}
+    (tmp_path / "serve.json").write_text(json.dumps(note))
+    assert voltriton(["status", "--run-dir", str(tmp_path)]) == 1
+    assert "the server is being drained: new requests are refused" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [([], "no metrics at {next}: "), (["--metrics", "127.0.0.1:abc"], "no metrics at 127.0.0.1:abc: ")],
