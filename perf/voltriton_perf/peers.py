@@ -6,12 +6,10 @@ import argparse
 import asyncio
 import json
 import os
-import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from voltriton_perf.closed_loop import Plan
 from voltriton_perf.report import PLOT_STYLE
 from voltriton_perf.scale import BASE
 from voltriton_perf.setup import describe_setup
+from voltriton_perf.signals import as_interrupts, ignored
 from voltriton_perf.svg import document
 from voltriton_perf.targets import Target, TargetError
 from voltriton_perf.wires import WireError
@@ -72,25 +71,12 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.table:
         return show(args)
-    # A plain SIGTERM would leave the servers behind; and shells start background jobs with SIGINT ignored.
-    with _both_signals(signal.default_int_handler):
+    with as_interrupts():
         try:
             return Comparison(args).run()
         except TargetError as error:
             print(f"peers.py: {error}", file=sys.stderr)
             return 1
-
-
-@contextmanager
-def _both_signals(handler: Any) -> Iterator[None]:
-    """SIGTERM and SIGINT are handled so, and afterwards as before: what is ignored here is so in every process that
-    is started later."""
-    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def show(args: argparse.Namespace) -> int:
@@ -145,7 +131,7 @@ class Comparison:
                 print("interrupted; what was measured is kept", file=sys.stderr)
             finally:
                 # A second Ctrl-C or SIGTERM must not leave servers behind; stopping is bounded.
-                with _both_signals(signal.SIG_IGN):
+                with ignored():
                     for process in reversed(processes):
                         process.stop()
         self._report()

@@ -24,6 +24,7 @@ from voltriton_perf.load import Prompt
 from voltriton_perf.pa import Level
 from voltriton_perf.profile import Profile, ProfileError, Verdict
 from voltriton_perf.setup import describe_setup
+from voltriton_perf.signals import as_interrupts
 from voltriton_perf.stats import summarise
 from voltriton_perf.sweep import add_service_options, console, counter_of, fixed_length, progress, service_of
 
@@ -42,7 +43,8 @@ def main(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
     try:
-        return Sla(args, argv).run()
+        with as_interrupts():
+            return Sla(args, argv).run()
     except (VoltritonError, InputError, ProfileError, report.ResultError, OSError) as error:
         print(f"voltriton sla: {error}", file=sys.stderr)
         return 1

@@ -21,6 +21,7 @@ from voltriton_perf.load import Prompt
 from voltriton_perf.pa import Level
 from voltriton_perf.perf_analyzer import FetchError, PerfAnalyzer, default_home
 from voltriton_perf.setup import describe_setup
+from voltriton_perf.signals import as_interrupts
 
 FORMAT = "voltriton-sweep/1"
 
@@ -28,7 +29,8 @@ FORMAT = "voltriton-sweep/1"
 def main(argv: list[str]) -> int:
     args = parse(argv)
     try:
-        return Sweep(args, argv).run()
+        with as_interrupts():
+            return Sweep(args, argv).run()
     except (VoltritonError, InputError, FetchError, report.ResultError, OSError) as error:
         print(f"voltriton sweep: {error}", file=sys.stderr)
         return 1

@@ -141,7 +141,10 @@ def test_a_model_that_is_not_there(
     assert not list(tmp_path.iterdir())
 
 
-def test_ctrl_c_keeps_what_is_done(server: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_sweep_that_is_stopped_keeps_what_is_done(
+    server: Server, tmp_path: Path, number: signal.Signals
+) -> None:
     words = [
         "--concurrency",
         "1",
@@ -161,17 +164,11 @@ def test_ctrl_c_keeps_what_is_done(server: Server, tmp_path: Path) -> None:
         *options(server, tmp_path, *words, "--tool", "client"),
     ]
     before = server.metric("vllm:generation_tokens_total")
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        # A job in the background of a shell would inherit that it ignores Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         # Prompts are counted without generating: tokens come from the load alone.
         wait_for(lambda: server.metric("vllm:generation_tokens_total") > before + 200, 90, "load")
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         process.communicate(timeout=60)
     finally:
         process.kill()

@@ -499,6 +499,11 @@ def test_what_becomes_of_a_server_is_logged_once(
     [
         (["--host", "0.0.0.0"], "there are no keys"),
         (["--trusted-proxy", "proxy"], "--trusted-proxy: got 'proxy', allowed: an IP address or network"),
+        (
+            ["--cors-origin", "example.org"],
+            "--cors-origin: got 'example.org', allowed: * or an origin like https://",
+        ),
+        (["--health-interval", "0"], "--health-interval: got 0, allowed: 0.1 or more"),
         (["--rate-per-key", "5"], "give --api-keys FILE, or --rate-per-ip"),
         (["--alias", "x"], "NAME=MODEL"),
         (["--api-keys", "/no/keys"], "/no/keys"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import logging
+import re
 import signal
 import socket
 import sys
@@ -14,11 +15,13 @@ from voltriton_client.commands.common import command, positive, read_text, secon
 from voltriton_client.errors import InvalidArgument
 from voltriton_client.gateway.settings import Alias, Settings
 
+LEAST_HEALTH_S = 0.1
+
 
 @command("gateway", main_thread=True)
 def main(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
-    _refuse_open_door(args)
+    _check(args)
     try:
         import uvicorn
 
@@ -94,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _refuse_open_door(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace) -> None:
     args.server = args.server or ["127.0.0.1:8001"]
     if args.rate_per_key and not args.api_keys:
         raise InvalidArgument(
@@ -108,6 +111,15 @@ def _refuse_open_door(args: argparse.Namespace) -> None:
                 raise InvalidArgument(
                     f"--trusted-proxy: got {proxy!r}, allowed: an IP address or network"
                 ) from None
+    for origin in args.cors_origin:
+        if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+            raise InvalidArgument(
+                f"--cors-origin: got {origin!r}, allowed: * or an origin like https://example.org:8080"
+            )
+    if args.health_interval < LEAST_HEALTH_S:
+        raise InvalidArgument(
+            f"--health-interval: got {args.health_interval:g}, allowed: {LEAST_HEALTH_S:g} or more"
+        )
     if args.api_keys or args.allow_anonymous or _is_loopback(args.host):
         return
     raise InvalidArgument(
@@ -143,7 +155,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         body_timeout_s=args.body_timeout,
         request_timeout_s=args.request_timeout,
         max_open_requests=args.max_open,
-        health_interval_s=max(0.1, args.health_interval),
+        health_interval_s=args.health_interval,
         cors_origins=tuple(args.cors_origin),
     )
 
