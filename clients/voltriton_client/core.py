@@ -41,6 +41,7 @@ _LOST = (
     "recvmsg",
     "ping timeout",
     "Cancelling all calls",
+    "Stream removed",
     "Internal error from Core",  # grpc.aio, of a connection that ended without a status
 )
 
@@ -109,14 +110,18 @@ def stream_failure(error: Any, target: Target, request: Request, reader: Respons
     code, details = code_of(error), error.details() or ""
     if code == "DEADLINE_EXCEEDED":
         return no_end_within(request)
-    words_of_transport = reader.started and not is_of_contract(details)
-    lost = code in _LOST_CODES and (words_of_transport or any(word in details for word in _LOST))
-    if lost and not nothing_was_sent(code, details):
+    if _was_lost(code, details, anyhow=reader.started and not is_of_contract(details)):
         try:
             reader.end(f"the connection to {target.address} was lost")
         except AnswerCut as cut:
             return cut
     return from_rpc(code, details, target.address, request.request_id)
+
+
+def _was_lost(code: str, details: str, anyhow: bool = False) -> bool:
+    """Whether a connection ended amid a call, by gRPC's words, or `anyhow` by its code."""
+    by_words = anyhow or any(word in details for word in _LOST)
+    return code in _LOST_CODES and by_words and not nothing_was_sent(code, details)
 
 
 def closed_here(request_id: str) -> Cancelled:
@@ -200,6 +205,11 @@ def unary_failure(error: Any, target: Target) -> VoltritonError:
         return Unavailable(
             f"{target.address} takes the connection and gives no answer within {target.connect_timeout_s} s: "
             "no gRPC server, or one that hangs"
+        )
+    if _was_lost(code, details):
+        return Unavailable(
+            f"the connection to {target.address} was lost: the server or what is before it went away; "
+            "`voltriton status` says whether it is back"
         )
     return from_rpc(code, details, target.address)
 

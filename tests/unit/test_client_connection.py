@@ -21,6 +21,8 @@ import pytest
 import voltriton_client as vc
 from certificates import certificate
 from kserve import FakeServer
+from voltriton_client.channel import MAX_MESSAGE_BYTES, Target
+from voltriton_client.core import unary_failure
 from voltriton_client.errors import from_rpc
 
 
@@ -275,3 +277,23 @@ def test_server_that_goes_away_in_mid_answer() -> None:
             list(stream)
         with pytest.raises(vc.ConnectionFailed):
             client.generate("x")
+
+
+class Broken(grpc.RpcError):
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        self.code, self.details = lambda: code, lambda: details
+
+
+@pytest.mark.parametrize(
+    ("code", "details"),
+    [
+        (grpc.StatusCode.UNKNOWN, "Stream removed (POSIX error 104)"),
+        (grpc.StatusCode.UNAVAILABLE, "recvmsg:Connection reset by peer"),
+    ],
+)
+def test_a_server_that_goes_away_amid_a_call_says_what_to_do(code: grpc.StatusCode, details: str) -> None:
+    """gRPC's words for it differ with the moment."""
+    target = Target("127.0.0.1:8001", None, None, (), 5.0, MAX_MESSAGE_BYTES, True)
+    failure = unary_failure(Broken(code, details), target)
+    assert isinstance(failure, vc.Unavailable)
+    assert "the connection to 127.0.0.1:8001 was lost" in str(failure) and "voltriton status" in str(failure)
