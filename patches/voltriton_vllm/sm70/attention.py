@@ -8,13 +8,12 @@ import math
 import torch
 
 from voltriton_vllm.sm70 import ops
-from voltriton_vllm.sm70.runtime import Runtime, runtime
+from voltriton_vllm.sm70.runtime import runtime
 from voltriton_vllm.sm70.variants import (
     COMBINE_SHARED,
     COMBINE_THREADS,
     DECODE,
     PREFILL,
-    Decode,
     ceil_div,
     split_count,
 )
@@ -68,41 +67,15 @@ def paged_decode(
         return
     if not device.tensor_cores:
         raise ValueError("paged_decode: this device lays tensor-core fragments out in an unknown way")
-    variant = DECODE[device.fragment][query.shape[2], int(key_cache.element_size() == 1)]
-    blocks = batch * _head_chunks(query, key_cache)
-    splits = split_count(variant, blocks, max_length, device.multiprocessors)
-    tensors = (out, query, key_cache, value_cache, block_table, lengths)
-    launch_decode(device, variant, splits, *tensors, scale * k_scale, window, v_scale, key, value, slots)
-
-
-def _head_chunks(query: torch.Tensor, key_cache: torch.Tensor) -> int:
-    """Blocks that share a sequence: each takes up to 16 query heads of a key head."""
+    heads, size = query.shape[1:]
     key_heads = key_cache.shape[2]
-    return key_heads * ceil_div(query.shape[1] // key_heads, 16)
-
-
-def launch_decode(
-    device: Runtime,
-    variant: Decode,
-    splits: int,
-    out: torch.Tensor,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    window: int,
-    v_scale: float,
-    key: torch.Tensor | None = None,
-    value: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
-) -> None:
-    batch, heads, size = query.shape
-    chunks = _head_chunks(query, key_cache)
+    variant = DECODE[device.fragment][size, int(key_cache.element_size() == 1)]
+    # Blocks that share a sequence: each takes up to 16 query heads of a key head.
+    chunks = key_heads * ceil_div(heads // key_heads, 16)
+    splits = split_count(variant, batch * chunks, max_length, device.multiprocessors)
     part = torch.empty(batch, heads, splits, size, dtype=torch.float32, device=query.device)
     stats = torch.empty(batch, heads, splits, 2, dtype=torch.float32, device=query.device)
-    e4m3 = 256.0 if variant.fp8 else 1.0  # bytes are expanded to value * 2^-8
+    in_score, in_value = _factors(key_cache, scale * k_scale, v_scale)
     device.kernel(variant.name)(
         (splits, chunks, batch),
         variant.warps * 32,
@@ -125,16 +98,16 @@ def launch_decode(
         out.stride(0),
         out.stride(1),
         heads,
-        heads // key_cache.shape[2],
+        heads // key_heads,
         key_cache.shape[1],
         ceil_div(1 << 32, key_cache.shape[1]),
         block_table.stride(0),
         window,
-        scale * math.log2(math.e) * e4m3,
-        v_scale * e4m3,
+        in_score,
+        in_value,
     )
     if splits > 1:
-        ends = (splits, variant.keys, window, out.stride(0), out.stride(1), v_scale * e4m3)
+        ends = (splits, variant.keys, window, out.stride(0), out.stride(1), in_value)
         device.kernel(f"decode_combine_d{size}")(
             (heads, batch, 1), COMBINE_THREADS, COMBINE_SHARED, part, stats, lengths, out, *ends
         )
@@ -169,9 +142,7 @@ def paged_prefill(
     if query.shape[0] == 0 or max_new == 0:
         return
     heads, size = query.shape[1:]
-    bytes_a_value = key_cache.element_size()
-    e4m3 = 256.0 if bytes_a_value == 1 else 1.0  # bytes are expanded to value * 2^-8
-    variant = PREFILL[size, int(bytes_a_value == 1)]
+    variant = PREFILL[size, int(key_cache.element_size() == 1)]
     runtime(query.device.index).kernel(variant.name)(
         (ceil_div(max_new, variant.tokens), heads, lengths.numel()),
         variant.warps * 32,
@@ -192,9 +163,14 @@ def paged_prefill(
         key_cache.shape[1],
         block_table.stride(0),
         window,
-        scale * k_scale * math.log2(math.e) * e4m3,
-        v_scale * e4m3,
+        *_factors(key_cache, scale * k_scale, v_scale),
     )
+
+
+def _factors(cache: torch.Tensor, scale: float, v_scale: float) -> tuple[float, float]:
+    """Of a product of query and key, for powers of two, and of a value; e4m3 bytes are expanded to value * 2^-8."""
+    expansion = 256.0 if cache.element_size() == 1 else 1.0
+    return scale * math.log2(math.e) * expansion, v_scale * expansion
 
 
 def _strides(*caches: torch.Tensor) -> list[int]:

@@ -48,8 +48,9 @@ class Sm70AttentionImpl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is u
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         plain = output_scale is None and output_block_scale is None
+        writes = self._writes(key, kv_cache, attn_metadata)
         if attn_metadata is None or not plain or not self._takes(query, kv_cache, attn_metadata):
-            if attn_metadata is not None and self._writes(key, kv_cache, attn_metadata):
+            if writes:
                 super().do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
             result: torch.Tensor = super().forward(
                 layer,
@@ -63,7 +64,7 @@ class Sm70AttentionImpl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is u
                 output_block_scale,
             )
             return result
-        self._attend(query, key, value, kv_cache, attn_metadata, output)
+        self._attend(query, (key, value) if writes else None, kv_cache, attn_metadata, output)
         return output
 
     def do_kv_cache_update(
@@ -75,8 +76,7 @@ class Sm70AttentionImpl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is u
         slot_mapping: torch.Tensor,
     ) -> None:
         """vLLM calls this just before `forward`, which saves the launch where it writes the cache itself."""
-        metadata = get_attention_context(layer.layer_name)[0]
-        if metadata is None or not self._writes(key, kv_cache, metadata):
+        if not self._writes(key, kv_cache, get_attention_context(layer.layer_name)[0]):
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def _takes(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> bool:
@@ -96,18 +96,19 @@ class Sm70AttentionImpl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is u
 
     def _writes(self, key: torch.Tensor | None, kv_cache: torch.Tensor, metadata: Any) -> bool:
         """Whether `forward` writes the new keys and values: where there is one a sequence."""
-        own = key is not None and self.kv_sharing_target_layer_name is None
-        return own and self._takes(key, kv_cache, metadata) and _decodes(metadata)
+        if key is None or metadata is None or self.kv_sharing_target_layer_name is not None:
+            return False
+        return self._takes(key, kv_cache, metadata) and _decodes(metadata)
 
     def _attend(
         self,
         query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
+        new: tuple[torch.Tensor, torch.Tensor] | None,
         kv_cache: torch.Tensor,
         metadata: Any,
         output: torch.Tensor,
     ) -> None:
+        """`new`: the keys and values of one new token a sequence, where they are to be written."""
         # (blocks, heads, block size, 2 * head size) -> keys and values (blocks, block size, heads, head size)
         cache = kv_cache.transpose(1, 2)
         keys, values = cache[..., : self.head_size], cache[..., self.head_size :]
@@ -116,12 +117,12 @@ class Sm70AttentionImpl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is u
         table, ends = metadata.block_table, (self.scale, window, 1.0, 1.0)
         if _decodes(metadata):
             longest = metadata.max_seq_len
-            new: tuple[Any, ...] = (None, None, None)
-            if self._writes(key, kv_cache, metadata):
+            to_write: tuple[Any, ...] = (None, None, None)
+            if new is not None:
                 # Slots and not the table say where: those of a dummy run are negative, its table may be anything.
-                new = (key[:tokens], value[:tokens], metadata.slot_mapping[:tokens])
+                to_write = (new[0][:tokens], new[1][:tokens], metadata.slot_mapping[:tokens])
             attention.paged_decode(
-                output[:tokens], query[:tokens], keys, values, table, lengths, longest, *ends, *new
+                output[:tokens], query[:tokens], keys, values, table, lengths, longest, *ends, *to_write
             )
         else:
             starts, most = metadata.query_start_loc, metadata.max_query_len
