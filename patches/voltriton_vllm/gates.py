@@ -90,3 +90,12 @@ def kv_cache_dtype_or_auto(wanted: str) -> str:
         "The checkpoint asks for a KV cache in %s, which this device lacks: 16 bits are used.", wanted
     )
     return "auto"
+
+
+def require_triton_fp8(cache_dtype: str) -> None:
+    """Refuse a KV cache of fp8 for a model whose attention reads it by Triton, where that has no fp8 type."""
+    if cache_dtype.startswith("fp8") and not fp8_kv_cache_usable():
+        raise ValueError(
+            f"kv_cache_dtype: got {cache_dtype!r} on compute capability {current_platform.get_device_capability()}; "
+            "this model's attention reads it from 8.9 on only, allowed here is auto"
+        )

@@ -120,7 +120,8 @@ ENVIRONMENT = {
 DEFAULT = [f"{model}:{way}" for model in ("Qwen3-8B", "Qwen3-30B-A3B") for way in WAYS] + ["qwen4_exp:volta"]
 
 
-def write_model(folder: Path, model: str) -> None:
+def write_model(folder: Path, model: str, **changes: Any) -> None:
+    """A folder with the configuration alone; `changes` of it."""
     kind = MODELS[model]["model_type"].removesuffix("_text")
     kept = ["lm_head", *(f"model.layers.*.{name}" for name in KEPT[kind])]
     quantisation = {
@@ -130,7 +131,7 @@ def write_model(folder: Path, model: str) -> None:
         "ignore": kept,
         "producer": {"name": "random", "version": "0"},
     }
-    config = {**MODELS[model], "dtype": "bfloat16", "quantization_config": quantisation}
+    config = {**MODELS[model], "dtype": "bfloat16", "quantization_config": quantisation, **changes}
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -165,6 +166,33 @@ def register_loader() -> None:
                 fill(name, parameter.data)
 
 
+def engine_arguments(model: str, way: str, ranks: int = 1) -> dict[str, Any]:
+    compilation: dict[str, Any] = {"cudagraph_capture_sizes": BATCHES}
+    if model != "qwen4_exp":  # which has graphs of its own kind
+        compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return {
+        "dtype": DTYPE,
+        "load_format": "random_nvfp4",
+        "skip_tokenizer_init": True,
+        "max_model_len": 8192,
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": max(BATCHES),
+        "gpu_memory_utilization": 0.05,
+        "kv_cache_memory_bytes": 2 << 30,
+        "enable_prefix_caching": False,
+        "seed": 0,
+        "tensor_parallel_size": ranks,
+        "compilation_config": compilation,
+        **WAYS[way],
+    }
+
+
+def prompts(batch: int, length: int) -> list[dict[str, Any]]:
+    return [
+        {"prompt_token_ids": [(7 + 31 * i + 17 * j) % 50_000 for j in range(length)]} for i in range(batch)
+    ]
+
+
 def child(model: str, way: str, ranks: str, folder: str, extra: dict[str, Any]) -> None:
     """Start an engine; at each line `BATCH TOKENS PROMPT` on the input, generate and print seconds and the first tokens."""
     channel = os.fdopen(os.dup(1), "w")
@@ -177,35 +205,14 @@ def child(model: str, way: str, ranks: str, folder: str, extra: dict[str, Any]) 
     from vllm import LLM, SamplingParams
 
     register_loader()
-    compilation: dict[str, Any] = {"cudagraph_capture_sizes": BATCHES}
-    if model != "qwen4_exp":  # which has graphs of its own kind
-        compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    arguments = {
-        "dtype": DTYPE,
-        "load_format": "random_nvfp4",
-        "skip_tokenizer_init": True,
-        "max_model_len": 8192,
-        "max_num_batched_tokens": 8192,
-        "max_num_seqs": max(BATCHES),
-        "gpu_memory_utilization": 0.05,
-        "kv_cache_memory_bytes": 2 << 30,
-        "enable_prefix_caching": False,
-        "seed": 0,
-        "tensor_parallel_size": int(ranks),
-        "compilation_config": compilation,
-    }
     started = time.monotonic()
-    llm = LLM(folder, **(arguments | WAYS[way] | extra))
+    llm = LLM(folder, **(engine_arguments(model, way, int(ranks)) | extra))
     say({"ready": time.monotonic() - started})
     for line in sys.stdin:
         batch, tokens, length = map(int, line.split())
-        prompts = [
-            {"prompt_token_ids": [(7 + 31 * i + 17 * j) % 50_000 for j in range(length)]}
-            for i in range(batch)
-        ]
         wanted = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
         begin = time.perf_counter()
-        answers = llm.generate(prompts, wanted, use_tqdm=False)
+        answers = llm.generate(prompts(batch, length), wanted, use_tqdm=False)
         seconds = time.perf_counter() - begin
         say({"seconds": seconds, "tokens": list(answers[0].outputs[0].token_ids[:16])})
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +38,38 @@ class Comparison:
         )
 
 
-def compare(model: Path, prompts: list[str], found: dict[str, Any]) -> Comparison:
+@contextmanager
+def _e4m3_cache() -> Iterator[None]:
+    """Keys and values are rounded as in a cache of e4m3 bytes."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def rounded(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
+        key, value = (t.half().to(torch.float8_e4m3fn).to(t.dtype) for t in (key, value))
+        return attend(module, query, key, value, *args, **kw)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = rounded
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+
+
+def compare(model: Path, prompts: list[str], found: dict[str, Any], e4m3_cache: bool = False) -> Comparison:
     """found: as `logits.py` writes it. A choice counts as another if its logit is behind by more than the difference."""
+    with _e4m3_cache() if e4m3_cache else nullcontext():
+        return _compare(model, prompts, found)
+
+
+def _compare(model: Path, prompts: list[str], found: dict[str, Any]) -> Comparison:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

@@ -147,6 +147,34 @@ def test_model_on_the_path_of_a_v100(models: dict[str, Path], tmp_path: Path, ar
     check(way, arch, models[arch] / "deq", found)
 
 
+# Over what FLOAT16 allows: a key or value between two e4m3 values may be rounded to the other one, an eighth away.
+E4M3_TIES = 4
+
+
+@pytest.mark.parametrize("way", ["own attention", "own attention, graphs"])
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe", "qwen3_next"])
+def test_a_cache_of_e4m3_bytes(models: dict[str, Path], tmp_path: Path, arch: str, way: str) -> None:
+    """The reference rounds keys and values likewise; without that it is another model, by far more than the bound."""
+    model, numbers = models[arch] / LAYOUT[arch], models[arch] / "deq"
+    arguments = WAYS[way] | {"kv_cache_dtype": "fp8"}
+    found = run_engine(model, tmp_path / "found.pt", arguments, VOLTRITON_ATTENTION="sm70")
+    compared = reference.compare(numbers, PROMPTS, found, e4m3_cache=True)
+    without = reference.compare(numbers, PROMPTS, found)
+    report(f"{arch}, e4m3 cache, {way}", compared)
+    report(f"{arch}, e4m3 cache, {way}, reference with an exact one", without)
+    assert compared.finite
+    assert compared.decided >= 10, "positions that can be held to the bound"
+    assert compared.mean < 2 * FLOAT16[arch][1] * E4M3_TIES
+    assert compared.mean < without.mean, "the bytes must have been used"
+
+
+def test_a_cache_of_fp8_that_triton_would_read_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    model = models["qwen4_exp"] / LAYOUT["qwen4_exp"]
+    done = start(model, tmp_path / "out.pt", {"kv_cache_dtype": "fp8"}, **FORCED)
+    assert done.returncode != 0
+    assert "kv_cache_dtype: got 'fp8' on compute capability" in done.stdout + done.stderr
+
+
 # In the graphs of the second way the test prompt's tokens have one of their own; the third is the profile of a V100 box.
 OVERFLOWING: dict[str, dict[str, Any]] = {
     "eager": {},

@@ -81,7 +81,8 @@ def test_linear(m: int, n: int, k: int) -> None:
         want = x.double() @ want_w.T + (0 if b is None else b.double())
         assert y.shape == (m, n)
         if m:
-            assert error(y, want, x, want_w) < 2e-3
+            # Over 64 rows weights are rounded to halves: of a row that cancels, 4 * 2^-11 beside the result's 2^-11.
+            assert error(y, want, x, want_w) < (2e-3 if m <= 64 else 2.5e-3)
             assert torch.equal(y, ops.nvfp4_linear(x, packed, b)), "the same input must give the same bits"
 
 
@@ -355,6 +356,33 @@ def test_paged_decode_writes_the_new_keys(size: int, heads: int, key_heads: int)
     attention.paged_decode(before, q, *want.clone(), *ends)
     attention.paged_decode(out, q, *cache, *ends, key, value, slots)
     assert torch.equal(out, before)
+    assert torch.equal(cache, want)
+
+
+@pytest.mark.parametrize(("size", "key_heads"), [(64, 8), (128, 1), (256, 2)])
+def test_new_keys_into_a_cache_of_e4m3_bytes(size: int, key_heads: int) -> None:
+    """As PyTorch rounds, captured in a graph too; a slot under 0 is written nowhere; nothing else changes."""
+    block, pages, tokens = 16, 40, 300
+    wide = (torch.randn(tokens + 5, 2 * key_heads * size, device=DEVICE) * 100).half()
+    key, value = (t.view(tokens + 5, key_heads, size) for t in wide.chunk(2, dim=1))
+    slots = torch.randperm(pages * block, device=DEVICE)[:tokens]
+    slots[7] = -1
+    cache = torch.randint(0, 0x7F, (pages, key_heads, block, 2 * size), dtype=torch.uint8, device=DEVICE)
+    want = cache.clone()
+    halves = want.transpose(1, 2).split(size, dim=-1)
+    for found, new, scale in zip(halves, (key, value), (0.5, 2.0), strict=True):
+        rounded = (new[:tokens].float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        at = slots[slots >= 0]
+        found[at // block, at % block] = rounded[slots >= 0]
+    before = cache.clone()
+    arguments = (key, value, *cache.transpose(1, 2).split(size, dim=-1), slots, 0.5, 2.0)
+    attention.write_cache(*arguments)
+    assert torch.equal(cache, want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention.write_cache(*arguments)
+    cache.copy_(before)
+    graph.replay()
     assert torch.equal(cache, want)
 
 

@@ -53,6 +53,15 @@ def test_an_fp8_cache_falls_back_where_it_cannot_run(device):
     assert gates.kv_cache_dtype_or_auto("fp8") == "fp8"
 
 
+def test_an_fp8_cache_is_refused_where_triton_reads_it(device):
+    device(False, 70)
+    gates.require_triton_fp8("auto")
+    with pytest.raises(ValueError, match=r"kv_cache_dtype: got 'fp8_e4m3' on .* allowed here is auto"):
+        gates.require_triton_fp8("fp8_e4m3")
+    device(False, 90)
+    gates.require_triton_fp8("fp8")
+
+
 def test_the_mode_is_checked(monkeypatch):
     monkeypatch.setenv("VOLTRITON_NVFP4", "fast")
     with pytest.raises(ValueError, match="VOLTRITON_NVFP4: got 'fast', allowed: auto, oracle"):

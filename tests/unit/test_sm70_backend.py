@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 from voltriton_vllm.sm70 import attention, backend, switch
 
 BLOCKS, HEADS, KEY_HEADS, BLOCK, SIZE = 12, 4, 2, 16, 64
+SCALES = 0.5, 2.0  # of an e4m3 cache
 
 
 def metadata(lengths: list[int], news: list[int], **changes: object) -> SimpleNamespace:
@@ -53,7 +54,7 @@ class Calls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[tuple[str, tuple[Any, ...]]] = []
         monkeypatch.setattr(attention, "available", lambda: True)
-        for name in ("paged_decode", "paged_prefill"):
+        for name in ("paged_decode", "paged_prefill", "write_cache"):
             monkeypatch.setattr(attention, name, lambda *a, n=name: self.seen.append((n, a)))
         monkeypatch.setattr(
             TritonAttentionImpl, "forward", lambda *a, **k: self.seen.append(("vllm", a)) or a[7]
@@ -82,9 +83,13 @@ def run(
 ) -> torch.Tensor:
     """As vLLM's attention layer does it: the cache is updated, then attended to."""
     query, cache, output = tensors(tokens, changes.pop("dtype", torch.float16))
+    if attend.kv_cache_dtype.startswith("fp8"):
+        cache = cache.to(torch.float8_e4m3fn).view(torch.uint8)  # vLLM's type of it
     key, value = (torch.randn(tokens + 3, KEY_HEADS, SIZE).to(query.dtype) for _ in range(2))
     layer = torch.nn.Module()
     layer.layer_name = "layer"
+    layer._k_scale, layer._v_scale = (torch.tensor(s) for s in SCALES)
+    layer._k_scale_float, layer._v_scale_float = SCALES
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "get_attention_context", lambda name: (meta, layer, cache, None))
         if meta is not None and attend.kv_sharing_target_layer_name is None:
@@ -148,6 +153,67 @@ def test_a_layer_that_shares_another_s_cache_writes_nothing(calls: Calls) -> Non
     [(name, arguments)] = calls.seen
     assert name == "paged_decode"
     assert arguments[-3:] == (None, None, None)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
+@pytest.mark.parametrize(("lengths", "news"), [([5, 33], [1, 1]), ([5, 33], [5, 1])])
+def test_a_cache_of_e4m3_bytes_is_ours_alone(
+    calls: Calls, name: str, lengths: list[int], news: list[int]
+) -> None:
+    """Written by a launch of its own, with the checkpoint's scales, in decoding and prefill alike."""
+    meta = metadata(lengths, news)
+    attend = impl(kv_cache_dtype=name)
+    assert attend.kv_cache_dtype == name
+    assert not attend.supports_quant_query_input, "vLLM would round the queries too"
+    cache = run(attend, meta, sum(news))
+    (write, arguments), (kind, attended) = calls.seen
+    key, value, keys, values, slots, *scales = arguments
+    assert (write, kind) == ("write_cache", "paged_decode" if max(news) == 1 else "paged_prefill")
+    assert key.shape[1:] == value.shape[1:] == (KEY_HEADS, SIZE)
+    assert slots is meta.slot_mapping
+    assert tuple(scales) == SCALES
+    assert torch.equal(keys[3, 7, 1], cache[3, 1, 7, :SIZE])
+    assert torch.equal(values[3, 7, 1], cache[3, 1, 7, SIZE:])
+    assert attended[9:11] == (*SCALES,) if kind == "paged_decode" else attended[10:12] == SCALES
+    assert kind == "paged_prefill" or attended[-3:] == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"logits_soft_cap": 30.0}, "soft cap"),
+        ({"sinks": torch.zeros(HEADS)}, "sinks"),
+        ({"alibi_slopes": [0.1] * HEADS}, "ALiBi"),
+        ({"head_size": 80}, r"head size of 80 \(not in \(64, 128, 256\)\)"),
+        ({"attn_type": "encoder_only"}, "encoder_only attention"),
+        ({"chunk_lookback": 1}, "chunked"),
+    ],
+)
+def test_an_e4m3_cache_is_refused_where_nobody_reads_it(
+    calls: Calls, arguments: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match=f"kv_cache_dtype: got 'fp8' with .*{named}.*; allowed is auto"):
+        impl(kv_cache_dtype="fp8", **arguments)
+
+
+def test_an_e4m3_cache_without_kernels_is_refused(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "available", lambda: False)
+    with pytest.raises(ValueError, match="kernels that are not available here"):
+        impl(kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    ("changes", "meta", "message"),
+    [
+        ({"dtype": torch.float32}, {}, "got queries of torch.float32"),
+        ({}, {"causal": False}, "or a mask"),
+    ],
+)
+def test_what_an_e4m3_cache_s_kernels_do_not_take_is_an_error(
+    calls: Calls, changes: dict[str, Any], meta: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(impl(kv_cache_dtype="fp8"), metadata([5], [1], **meta), 1, **changes)
 
 
 def test_without_kernels_all_is_vllm_s(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:

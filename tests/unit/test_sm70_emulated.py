@@ -65,6 +65,13 @@ extern "C" void call_decode(int which, const int* grid, int threads, const u16* 
         DECODE_CASES
     });
 }
+extern "C" void call_write_cache(const int* grid, const u16* key, const u16* value, u8* k, u8* v, const u64* slots,
+    const int* s, int heads, int size, int block_size, float k_factor, float v_factor) {
+    run_grid(grid[0], grid[1], 1, 128, [=] {
+        write_cache(key, value, k, v, slots, s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9], heads, size,
+            block_size, k_factor, v_factor);
+    });
+}
 extern "C" void call_combine(const int* grid, int size, const float* part, const float* stats, const int* lengths, u16* out,
     int splits, int quantum, int window, int out_seq, int out_head, float v_scale) {
     run_grid(grid[0], grid[1], 1, 128, [=] {
@@ -124,7 +131,9 @@ def library(
         "DOWN_NAME": DOWN.name,
     }
     calls = re.sub("|".join(cases), lambda m: cases[m[0]], CALLS)
-    kernels = without_ptx(compiling.read_source("sm70_moe.cu", "sm70_gemm.cu", "sm70_decode.cu"))
+    kernels = without_ptx(
+        compiling.read_source("sm70_moe.cu", "sm70_gemm.cu", "sm70_decode.cu", "sm70_cache.cu")
+    )
     lines = [v.line() for v in (*GEMMS, *GEMVS, *MOES, UP, DOWN, *variants.DECODE[request.param].values())]
     text = "\n".join([f"#define FRAG {request.param}", f'#include "{HOST}"', kernels, *lines, calls])
     (folder / "kernels.cpp").write_text(text)
@@ -319,3 +328,40 @@ def test_decode_attention(library: tuple[int, ctypes.CDLL], size: int, e4m3: int
         k, v = (t.repeat_interleave(heads // key_heads, 1) for t in (k, v))
         p = (torch.einsum("hd,thd->ht", q[b].double(), k) * size**-0.5).softmax(-1)
         assert close(out[b], torch.einsum("ht,thd->hd", p, v))
+
+
+def test_new_keys_into_a_cache_of_e4m3_bytes(library: tuple[int, ctypes.CDLL]) -> None:
+    """Every half but NaN and what lies beyond +-448 becomes what PyTorch's conversion makes of it."""
+    _, lib = library
+    heads, size, block, k_scale = 2, 64, 16, 0.25
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    key = every.view(-1, heads, size)
+    tokens = key.shape[0]
+    pages = tokens // block + 1
+    wide = torch.randn(tokens, 3, size).half() * 100
+    value = wide[:, :heads]  # strided
+    slots = torch.randperm(pages * block)[:tokens]
+    slots[3] = -1
+    cache = torch.randint(0, 256, (pages, heads, block, 2 * size), dtype=torch.uint8)
+    keys, values = cache.transpose(1, 2).split(size, dim=-1)
+    untouched = torch.ones(pages * block, dtype=torch.bool)
+    untouched[slots[slots >= 0]] = False
+    before = keys.reshape(-1, heads, size)[untouched].clone()
+    strides = [c.stride(d) for c in (keys, values) for d in range(3)]
+    strides += [n for t in (key, value) for n in t.stride()[:2]]
+    lib.call_write_cache(
+        grid(tokens, 2),
+        *(pointer(t) for t in (key, value, keys, values, slots)),
+        (ctypes.c_int * len(strides))(*strides),
+        *(heads, size, block),
+        ctypes.c_float(1 / k_scale),
+        ctypes.c_float(1.0),
+    )
+    written = slots >= 0
+    for found, new, scale in ((keys, key, k_scale), (values, value, 1.0)):
+        exact = (new.float() / scale).clamp(-448, 448)  # clamp keeps NaN
+        want = exact.to(torch.float8_e4m3fn).float()[written]
+        got = found.reshape(-1, heads, size)[slots[written]].view(torch.float8_e4m3fn).float()
+        assert torch.equal(got.isnan(), want.isnan())
+        assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+    assert torch.equal(keys.reshape(-1, heads, size)[untouched], before)

@@ -18,14 +18,10 @@ def random_matrix(n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Te
 
 def decode8(words: torch.Tensor) -> torch.Tensor:
     """`decode8` of csrc/sm70_common.cuh on int64 words: the 8 values of each, in the order of k."""
-    mask, sign, magnitude = 0x8E008E00, 0x80008000, 0x0E000E00
+    mask, magnitudes = 0x8E008E00, 0x0E0E0E0E
     q = words.long() & 0xFFFFFFFF
-    pairs = (
-        q & mask,
-        (q << 3) & mask,
-        ((q << 6) & magnitude) | ((q << 1) & sign),
-        ((q << 9) & magnitude) | ((q << 2) & sign),
-    )
+    moved = ((q >> 3) & magnitudes) | ((q << 7) & ~magnitudes)
+    pairs = (q & mask, (q << 8) & mask, moved & mask, (moved << 8) & mask)
     halves = [part for pair in pairs for part in (pair & 0xFFFF, pair >> 16)]
     bits = torch.stack(halves, dim=-1)
     as_half = torch.where(bits >= 0x8000, bits - 0x10000, bits).to(torch.int16).view(torch.float16)

@@ -60,7 +60,9 @@ def paged_decode(
     """
     _check(out, query, key_cache, value_cache, block_table, lengths)
     if key is not None or value is not None:
-        _check_new(key, value, slots, query, key_cache)
+        if key_cache.dtype != torch.float16:
+            raise ValueError(f"key_cache: got {key_cache.dtype}, allowed with new keys is torch.float16")
+        _check_new(key, value, slots, (query.shape[0], key_cache.shape[2], query.shape[2]))
     device = runtime(query.device.index)
     batch = query.shape[0]
     if batch == 0:
@@ -167,6 +169,55 @@ def paged_prefill(
     )
 
 
+@torch.library.custom_op(
+    "voltriton_sm70::write_cache", mutates_args=("key_cache", "value_cache"), device_types="cuda"
+)
+def write_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slots: torch.Tensor,
+    k_scale: float,
+    v_scale: float,
+) -> None:
+    """Keys and values of new tokens, rounded to e4m3 after division by k_scale and v_scale, into the cache.
+
+    key, value float16 [>= T, key heads, D], of more than T the first T are meant; key_cache, value_cache as
+    `paged_decode` takes them, of e4m3 bytes; slots int64 [T] as there. What e4m3 cannot hold becomes +-448.
+    Raises ValueError.
+    """
+    tokens = slots.numel()
+    for cache in (key_cache, value_cache):
+        if cache.element_size() != 1:
+            raise ValueError(f"key_cache, value_cache: got {cache.dtype}, allowed are e4m3 bytes")
+    if not (k_scale > 0 and v_scale > 0):
+        raise ValueError(f"k_scale, v_scale: got {k_scale}, {v_scale}, allowed are numbers over 0")
+    heads, size = key_cache.shape[2:]
+    _check_caches(key_cache, value_cache)
+    key, value = key[:tokens], value[:tokens]
+    _check_new(key, value, slots, (tokens, heads, size))
+    if tokens == 0:
+        return
+    runtime(key.device.index).kernel("write_cache")(
+        (tokens, 2, 1),
+        128,
+        0,
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slots,
+        *_strides(key_cache, value_cache),
+        *(key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
+        heads,
+        size,
+        key_cache.shape[1],
+        1 / k_scale,
+        1 / v_scale,
+    )
+
+
 def _factors(cache: torch.Tensor, scale: float, v_scale: float) -> tuple[float, float]:
     """Of a product of query and key, for powers of two, and of a value; e4m3 bytes are expanded to value * 2^-8."""
     expansion = 256.0 if cache.element_size() == 1 else 1.0
@@ -182,21 +233,17 @@ def _check_new(
     key: torch.Tensor | None,
     value: torch.Tensor | None,
     slots: torch.Tensor | None,
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
+    allowed: tuple[int, int, int],
 ) -> None:
-    if slots is None or slots.dtype != torch.int64 or slots.numel() != query.shape[0]:
+    if slots is None or slots.dtype != torch.int64 or slots.numel() != allowed[0]:
         got = None if slots is None else f"{slots.dtype} {tuple(slots.shape)}"
-        raise ValueError(f"slots: got {got}, allowed is torch.int64 ({query.shape[0]},)")
-    allowed = (query.shape[0], key_cache.shape[2], query.shape[2])
+        raise ValueError(f"slots: got {got}, allowed is torch.int64 ({allowed[0]},)")
     for name, new in (("key", key), ("value", value)):
         if new is None or new.dtype != torch.float16 or new.shape != allowed:
             got = None if new is None else f"{new.dtype} {tuple(new.shape)}"
             raise ValueError(f"{name}: got {got}, allowed is torch.float16 {allowed}")
         if new.stride(-1) != 1 or new.data_ptr() % 16 or new.stride(0) % 8 or new.stride(1) % 8:
             raise ValueError(f"{name}: the last dimension must be contiguous, rows aligned to 16 bytes")
-    if key_cache.dtype != torch.float16:
-        raise ValueError(f"key_cache: got {key_cache.dtype}, allowed with new keys is torch.float16")
 
 
 def _check(
@@ -212,16 +259,26 @@ def _check(
         raise ValueError(f"query: got {got}, allowed is torch.float16 [B, heads, D], D in {HEAD_SIZES}")
     if out.shape != query.shape or out.dtype != torch.float16:
         raise ValueError(f"out: got {out.dtype} {tuple(out.shape)}, allowed is that of query")
+    _check_caches(key_cache, value_cache)
+    if key_cache.shape[3] != query.shape[2] or query.shape[1] % key_cache.shape[2]:
+        raise ValueError(f"key_cache: got shape {tuple(key_cache.shape)} for query {tuple(query.shape)}")
+    if any(t.stride(-1) != 1 for t in (out, query)):
+        raise ValueError("out, query: the last dimension must be contiguous")
+    if query.data_ptr() % 16 or query.stride(0) % 8 or query.stride(1) % 8:
+        raise ValueError("query: must be aligned to 16 bytes")
+    if block_table.dtype != torch.int32 or lengths.dtype != torch.int32:
+        raise ValueError(
+            f"block_table, lengths: got {block_table.dtype}, {lengths.dtype}, allowed is torch.int32"
+        )
+
+
+def _check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
     if key_cache.dtype not in (torch.float16, torch.uint8, torch.float8_e4m3fn):
         raise ValueError(f"key_cache: got {key_cache.dtype}, allowed are float16 and e4m3 bytes")
     if key_cache.shape != value_cache.shape or key_cache.dtype != value_cache.dtype:
         raise ValueError("key_cache, value_cache: got different shapes or types, allowed are equal ones")
-    if key_cache.shape[3] != query.shape[2] or query.shape[1] % key_cache.shape[2]:
-        raise ValueError(f"key_cache: got shape {tuple(key_cache.shape)} for query {tuple(query.shape)}")
-    if any(t.stride(-1) != 1 for t in (out, query, key_cache, value_cache)):
-        raise ValueError("out, query, key_cache, value_cache: the last dimension must be contiguous")
-    if query.data_ptr() % 16 or query.stride(0) % 8 or query.stride(1) % 8:
-        raise ValueError("query: must be aligned to 16 bytes")
+    if any(c.stride(-1) != 1 for c in (key_cache, value_cache)):
+        raise ValueError("key_cache, value_cache: the last dimension must be contiguous")
     if key_cache.shape[1] % BLOCK_QUANTUM:
         raise ValueError(
             f"key_cache: got blocks of {key_cache.shape[1]}, allowed are multiples of {BLOCK_QUANTUM}"
@@ -230,7 +287,3 @@ def _check(
         raise ValueError("key_cache, value_cache: got strides over 2 GiB")
     if any(c.data_ptr() % 16 or c.stride(1) % 16 or c.stride(2) % 16 for c in (key_cache, value_cache)):
         raise ValueError("key_cache, value_cache: must be aligned to 16 bytes")
-    if block_table.dtype != torch.int32 or lengths.dtype != torch.int32:
-        raise ValueError(
-            f"block_table, lengths: got {block_table.dtype}, {lengths.dtype}, allowed is torch.int32"
-        )

@@ -27,13 +27,41 @@ class Sm70AttentionBackend(TritonAttentionBackend):  # type: ignore[misc]  # vLL
         return Sm70AttentionImpl
 
 
-class Sm70AttentionImpl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is untyped
-    """Causal decoder attention over a half-precision cache; the rest is the base class's."""
+E4M3 = ("fp8", "fp8_e4m3")  # names of vLLM's for one kind
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+
+class Sm70AttentionImpl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is untyped
+    """Causal decoder attention over a cache of half precision or e4m3 bytes; the rest is the base class's.
+
+    The base class takes e4m3 bytes from compute capability 8.9 on only, where Triton has that type. With them
+    nothing is left to it: what the kernels do not take is refused, of a layer at its making (ValueError).
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        self._e4m3 = kv_cache_dtype in E4M3
+        dtype = "auto" if self._e4m3 else kv_cache_dtype
+        most = (num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window)
+        super().__init__(*most, dtype, *args, **kwargs)
         # Here, in the rank: asking makes a CUDA context, which the processes above must not have.
         self._ready = attention.available()
+        reason = self._why_not()
+        self._layer_taken = reason is None
+        if self._e4m3:
+            self.kv_cache_dtype = kv_cache_dtype
+            self.supports_quant_query_input = False
+            if reason:
+                raise ValueError(f"kv_cache_dtype: got {kv_cache_dtype!r} with {reason}; allowed is auto")
 
     def forward(
         self,
@@ -50,6 +78,11 @@ class Sm70AttentionImpl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is u
         plain = output_scale is None and output_block_scale is None
         writes = self._writes(key, kv_cache, attn_metadata)
         if attn_metadata is None or not plain or not self._takes(query, kv_cache, attn_metadata):
+            if self._e4m3 and attn_metadata is not None:
+                raise ValueError(
+                    f"{layer.layer_name}: got queries of {query.dtype} or a mask that the e4m3 cache's kernels "
+                    "do not take; allowed with it are dtype float16 and causal attention (or kv_cache_dtype auto)"
+                )
             if writes:
                 super().do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
             result: torch.Tensor = super().forward(
@@ -64,7 +97,7 @@ class Sm70AttentionImpl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is u
                 output_block_scale,
             )
             return result
-        self._attend(query, (key, value) if writes else None, kv_cache, attn_metadata, output)
+        self._attend(layer, query, (key, value) if writes else None, kv_cache, attn_metadata, output)
         return output
 
     def do_kv_cache_update(
@@ -76,32 +109,49 @@ class Sm70AttentionImpl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is u
         slot_mapping: torch.Tensor,
     ) -> None:
         """vLLM calls this just before `forward`, which saves the launch where it writes the cache itself."""
-        if not self._writes(key, kv_cache, get_attention_context(layer.layer_name)[0]):
+        if self._e4m3:
+            attention.write_cache(key, value, *self._split(kv_cache), slot_mapping, *_cache_scales(layer))
+        elif not self._writes(key, kv_cache, get_attention_context(layer.layer_name)[0]):
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+
+    def _why_not(self) -> str | None:
+        """What about this layer the kernels do not take."""
+        reasons = {
+            "kernels that are not available here (see the log)": not self._ready,
+            f"{self.attn_type} attention": self.attn_type != AttentionType.DECODER,
+            f"a head size of {self.head_size} (not in {attention.HEAD_SIZES})": self.head_size
+            not in attention.HEAD_SIZES,
+            "ALiBi": self.alibi_slopes is not None,
+            "attention sinks": self.sinks is not None,
+            "a soft cap of the logits": bool(self.logits_soft_cap),
+            "chunked attention": self.chunk_lookback >= 0,
+        }
+        return next((reason for reason, found in reasons.items() if found), None)
 
     def _takes(self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: Any) -> bool:
         return (
-            self._ready
-            and self.attn_type == AttentionType.DECODER
-            and query.dtype == kv_cache.dtype == torch.float16
-            and self.head_size in attention.HEAD_SIZES
-            and self.alibi_slopes is None
-            and self.sinks is None
-            and not self.logits_soft_cap
-            and self.chunk_lookback < 0
+            self._layer_taken
+            and query.dtype == torch.float16
+            and (self._e4m3 or kv_cache.dtype == torch.float16)
             and metadata.causal is True
             and metadata.mm_prefix_range_tensor is None
             and metadata.rswa_prefix_lens is None
         )
 
     def _writes(self, key: torch.Tensor | None, kv_cache: torch.Tensor, metadata: Any) -> bool:
-        """Whether `forward` writes the new keys and values: where there is one a sequence."""
-        if key is None or metadata is None or self.kv_sharing_target_layer_name is not None:
+        """Whether `forward` writes the new keys and values: where there is one a sequence, in half precision."""
+        if self._e4m3 or key is None or metadata is None or self.kv_sharing_target_layer_name is not None:
             return False
         return self._takes(key, kv_cache, metadata) and _decodes(metadata)
 
+    def _split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(blocks, heads, block size, 2 * head size) -> keys and values (blocks, block size, heads, head size)."""
+        cache = kv_cache.transpose(1, 2)
+        return cache[..., : self.head_size], cache[..., self.head_size :]
+
     def _attend(
         self,
+        layer: torch.nn.Module,
         query: torch.Tensor,
         new: tuple[torch.Tensor, torch.Tensor] | None,
         kv_cache: torch.Tensor,
@@ -109,12 +159,11 @@ class Sm70AttentionImpl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is u
         output: torch.Tensor,
     ) -> None:
         """`new`: the keys and values of one new token a sequence, where they are to be written."""
-        # (blocks, heads, block size, 2 * head size) -> keys and values (blocks, block size, heads, head size)
-        cache = kv_cache.transpose(1, 2)
-        keys, values = cache[..., : self.head_size], cache[..., self.head_size :]
+        keys, values = self._split(kv_cache)
         tokens, lengths = metadata.num_actual_tokens, metadata.seq_lens
         window = self.sliding_window[0] + 1  # vLLM counts the tokens before; -1 is no window
-        table, ends = metadata.block_table, (self.scale, window, 1.0, 1.0)
+        scales = _cache_scales(layer) if self._e4m3 else (1.0, 1.0)
+        table, ends = metadata.block_table, (self.scale, window, *scales)
         if _decodes(metadata):
             longest = metadata.max_seq_len
             to_write: tuple[Any, ...] = (None, None, None)
@@ -135,3 +184,12 @@ def _decodes(metadata: Any) -> bool:
     """Whether each sequence has one new token."""
     one_each: bool = metadata.seq_lens.shape[0] == metadata.num_actual_tokens
     return metadata.max_query_len == 1 and one_each
+
+
+def _cache_scales(layer: torch.nn.Module) -> tuple[float, float]:
+    """What the bytes of keys and of values count, of one scale a tensor."""
+    if layer._k_scale.numel() != 1 or layer._v_scale.numel() != 1:
+        raise ValueError(
+            f"{layer.layer_name}: got an e4m3 cache with a scale a head, allowed is one scale a tensor"
+        )
+    return layer._k_scale_float, layer._v_scale_float

@@ -5,13 +5,13 @@ Checkpoint: `weight` uint8 [N, K/2], the even element of a pair in the low nibbl
 sign << 3 | e2m1 code of 0, 0.5, 1, 1.5, 2, 3, 4, 6. `weight_scale` e4m3 [N, K/16]. w = e2m1 * scale * global.
 
 Packed word (8 consecutive weights of a row, int32): element 2j in the low 16 bits, element 2j+1 in the high
-16 bits, each at the bits below. A mask and a shift then give two halves (`decode8` in csrc/sm70_common.cuh).
+16 bits, each at the bits below. Masks and shifts then give halves (`decode8` in csrc/sm70_common.cuh).
 
     pair j   sign bit   magnitude bits
     0        15         11..9
-    1        12          8..6
-    2        14          5..3
-    3        13          2..0
+    1         7          3..1
+    2         8         14..12
+    3         0          6..4
 
 K is padded with zero weights to a multiple of 32 (16 bytes). Scales stay e4m3 bytes in the checkpoint's order;
 a negative scale is made positive and its sign put into its 16 weights; NaN scales are refused.
@@ -23,8 +23,8 @@ import torch
 
 GROUP = 16  # weights that share one scale
 UNIT = 32  # weights that one 16-byte load brings
-_SIGN_BITS = (15, 12, 14, 13)
-_MAGNITUDE_SHIFTS = (9, 6, 3, 0)
+_SIGN_BITS = (15, 7, 8, 0)
+_MAGNITUDE_SHIFTS = (9, 1, 12, 4)
 _CHUNK_WORDS = 1 << 22  # bounds the scratch memory of packing (a few of these in int32)
 
 

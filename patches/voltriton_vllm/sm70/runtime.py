@@ -43,7 +43,11 @@ PARTS = (
         ("HGEMV",),
         ("rms_norm", "silu_and_mul", "rotary", "topk_softmax", "moe_sum", "moe_align", "moe_sort"),
     ),
-    Part(("sm70_decode.cu",), ("DECODE",), tuple(f"decode_combine_d{size}" for size in (64, 128, 256))),
+    Part(
+        ("sm70_decode.cu", "sm70_cache.cu"),
+        ("DECODE",),
+        ("write_cache", *(f"decode_combine_d{size}" for size in (64, 128, 256))),
+    ),
     Part(("sm70_prefill.cu",), ("PREFILL",)),
 )
 

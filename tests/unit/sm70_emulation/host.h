@@ -32,6 +32,8 @@ template <class T> static inline T min(T a, T b) { return a < b ? a : b; }
 template <class T> static inline T max(T a, T b) { return a > b ? a : b; }
 template <class To, class From> static inline To bits(From v) { To t; memcpy(&t, &v, sizeof t); return t; }
 static inline float __int_as_float(int v) { return bits<float>(v); }
+static inline int __float_as_int(float v) { return bits<int>(v); }
+static inline int __float2int_rn(float v) { return (int)std::nearbyint(v); }
 #define __expf(v) expf(v)
 static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
     unsigned char from[8];
@@ -119,6 +121,7 @@ static inline unsigned half2(double l, double h) {
 }
 static inline unsigned hfma2(unsigned a, unsigned b, unsigned c) { return half2(lo(a) * lo(b) + lo(c), hi(a) * hi(b) + hi(c)); }
 static inline unsigned hmul2(unsigned a, unsigned b) { return half2(lo(a) * lo(b), hi(a) * hi(b)); }
+static inline unsigned choose(unsigned mask, unsigned a, unsigned b) { return (a & mask) | (b & ~mask); }
 static inline unsigned habs_add2(unsigned a, unsigned b) { return half2(fabs(lo(a)) + fabs(lo(b)), fabs(hi(a)) + fabs(hi(b))); }
 static inline float2 h2f(unsigned a) { return {(float)lo(a), (float)hi(a)}; }
 static inline float hf(unsigned short a) { return (float)bits<_Float16>(a); }
