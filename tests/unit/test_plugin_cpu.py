@@ -13,7 +13,7 @@ from voltriton_vllm.cpu import build, linear
 # Relative to the largest result: rounding of the result's type, and float32 sums in another order.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 6e-4}
 SHAPES = [(960, 576), (64, 1552), (50, 32), (1, 16), (33, 2048), (40, 4112)]
-ROWS = [0, 1, 2, 3, 5, 8, 11, 12, 13, 16, 17, 32, 33, 100]
+ROWS = [*range(14), 16, 17, 24, 25, 31, 32, 33, 100]
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,13 @@ def test_against_the_oracle(kernel, dtype, shape):
         assert worst(rows, shape, dtype, per_row=rows % 2 == 0, bias=rows % 3 == 0) < BOUNDS[dtype], rows
 
 
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_more_rows_than_are_put_in_order_at_a_time(kernel, dtype):
+    torch.manual_seed(0)
+    for rows, shape in ((513, (33, 64)), (1030, (18, 4112)), (200, (17, 21040))):
+        assert worst(rows, shape, dtype, per_row=True, bias=True) < BOUNDS[dtype], (rows, shape)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_packed_under_another_default_type_as_vllm_does(kernel, dtype):
     parts = random_nvfp4(50, 64, per_row=True)
@@ -70,19 +77,20 @@ def test_factors_of_another_type_are_refused(kernel):
         linear.linear(torch.randn(1, 64), wrong)
 
 
-def every_pair(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel makes of each code with each finite scale, [16 columns, N], and what it should be."""
+def every_pair(dtype: torch.dtype, copies: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel makes of each code with each finite scale, [copies * 16 columns, N], and what it should be."""
     scale = torch.arange(256, dtype=torch.uint8)
     scale = scale[scale & 0x7F != 0x7F].view(-1, 1)
     packed = (torch.arange(0, 16, 2) | (torch.arange(1, 16, 2) << 4)).to(torch.uint8).repeat(len(scale), 1)
     parts = packed, scale.view(torch.float8_e4m3fn), torch.tensor(0.25)
-    found = linear.linear(torch.eye(16, dtype=dtype), linear.pack(*parts))
-    return found, dequantise(*parts, torch.float32).t().to(dtype)
+    found = linear.linear(torch.eye(16, dtype=dtype).repeat(copies, 1), linear.pack(*parts))
+    return found, dequantise(*parts, torch.float32).t().to(dtype).repeat(copies, 1)
 
 
+@pytest.mark.parametrize("copies", [1, 2])  # few rows, many rows
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_each_code_with_each_scale_is_exact(kernel, dtype):
-    found, wanted = every_pair(dtype)
+def test_each_code_with_each_scale_is_exact(kernel, dtype, copies):
+    found, wanted = every_pair(dtype, copies)
     assert torch.equal(found, wanted)
 
 
@@ -95,8 +103,8 @@ def test_each_instruction_set(kernel, isa):
     code = (
         "import test_plugin_cpu as t; t.build.load()\n"
         "for d in t.BOUNDS:\n"
-        "    assert t.torch.equal(*t.every_pair(d)), d\n"
-        "    for m in (1, 3, 8, 16, 17, 40):\n"
+        "    assert all(t.torch.equal(*t.every_pair(d, copies)) for copies in (1, 2)), d\n"
+        "    for m in (*range(1, 14), 16, 17, 24, 25, 40, 100):\n"
         "        for shape in ((50, 576), (33, 4112)):\n"
         "            assert t.worst(m, shape, d, True, True) < t.BOUNDS[d], (d, m, shape)\n"
     )
@@ -111,7 +119,7 @@ def test_the_number_of_threads_changes_no_bit(kernel, dtype):
     packed = linear.pack(*random_nvfp4(130, 4112, per_row=True))
     before = torch.get_num_threads()
     try:
-        for rows in (5, 70, 300):
+        for rows in (5, 70, 600):
             x = torch.randn(rows, 4112).to(dtype)
             results = []
             for threads in (1, 2, 3, 7):
@@ -127,7 +135,7 @@ def test_the_number_of_threads_changes_no_bit(kernel, dtype):
 def test_infinities_and_nan_stay_in_their_row(kernel, dtype, value):
     packed = torch.full((32, 24), 0x22, dtype=torch.uint8)  # every weight is 1
     parts = packed, torch.ones(32, 3).to(torch.float8_e4m3fn), torch.tensor(1.0)
-    for rows in (2, 20):
+    for rows in (2, 20, 40):
         x = torch.ones(rows, 48, dtype=dtype)
         x[1, 7] = value
         y = linear.linear(x, linear.pack(*parts)).float()

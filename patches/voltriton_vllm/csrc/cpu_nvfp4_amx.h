@@ -18,8 +18,8 @@
 namespace ISA {
 namespace {
 
-// From here on faster than decoding in registers, measured; float16 and float32 are two and three parts.
-inline int64_t amx_from(Dtype dtype) { return dtype == Dtype::bf16 ? 3 : 5; }
+// Up to here decoding in registers is faster, measured; float16 and float32 are two and three parts.
+inline int64_t few_up_to(Dtype dtype) { return dtype == Dtype::bf16 ? 2 : 4; }
 constexpr int64_t kAmxColumns = 2048;   // of a panel at most: two of them take an eighth of a second-level cache
 constexpr int64_t kAmxBytes = 1 << 20;  // of x in the tiles' order at a time: half of a second-level cache
 constexpr int kStep = 32;               // columns of a tile of bfloat16
@@ -42,20 +42,6 @@ struct TileRegisters {
   ~TileRegisters() { _tile_release(); }
 };
 
-// Room of this thread for `count` values, kept for later calls: to give it back each time costs more page faults than
-// the work is worth. It is small (see kAmxBytes), begins as zeros and holds what was last put there under this Name.
-template <typename Name, typename T>
-T* room(int64_t count) {
-  static thread_local std::unique_ptr<Scratch<T>> kept;
-  static thread_local int64_t size = 0;
-  if (count > size) {
-    kept.reset();
-    kept.reset(new Scratch<T>(count));
-    std::memset(kept->at, 0, count * sizeof(T));
-    size = count;
-  }
-  return kept->at;
-}
 struct Rows;
 struct Weights;
 struct Sums;
@@ -98,6 +84,15 @@ void place_rows(const Problem& p, int64_t row, int parts, uint16_t* out) {
     for (int64_t k = 0; k < p.k; k += kStep)
       place(x + (row + i) * p.k + k, k + kStep <= p.k, parts, to + k / kStep * parts * 2 * kTileWords);
   }
+}
+
+// Weights (times scale) of two neighbouring columns of 16 rows as pairs of bfloat16, the even column in the low
+// half. Exact, as in cpu_nvfp4_pairs.h, whose way was not tried on a CPU with AMX; the low half of a product is zero.
+inline __m512i bf16_pairs(__m512i codes, __m512 scale) {
+  const __m512 table = _mm512_load_ps(kE2m1);
+  const __m512 even = _mm512_mul_ps(_mm512_permutexvar_ps(codes, table), scale);
+  const __m512 odd = _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 16), table), scale);
+  return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_castps_si512(odd));
 }
 
 // One panel's columns [k0, k0+kc) to decode, a group of 16 columns of a tile at a time -> tiles [kc/32, 2].
@@ -266,7 +261,7 @@ void amx_rows(const Problem& p) {
   }
 }
 
-void amx_linear(const Problem& p) {
+void many(const Problem& p) {
   if (p.dtype == Dtype::bf16) amx_rows<Bfloat16, 1>(p);
   else if (p.dtype == Dtype::f16) amx_rows<Half, 2>(p);
   else amx_rows<float, 3>(p);

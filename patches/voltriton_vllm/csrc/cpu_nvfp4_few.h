@@ -117,25 +117,35 @@ void few(const Problem& p, const uint16_t* x, int64_t row, int64_t first) {
 }
 #endif
 
-// All output tiles [begin, end) for MB rows of x; NT tiles at a time keep the multiply-adds independent.
-template <int MB, int NT, typename X>
-void few_tiles(const Problem& p, const X* x, int64_t row, int64_t begin, int64_t end) {
+constexpr int kMostWide = 8, kMost = Vector::width == 16 ? kMostWide : 2;  // rows at a time at most
+
+// Tiles at a time: enough independent sums, as many as there are registers for; measured.
+template <typename X, int MB>
+constexpr int few_tiles() {
+  constexpr bool pairs = sizeof(X) == 2;
+  if (Vector::width == 8) return MB == 1 ? 2 : 1;
+  constexpr int tiles[kMostWide] = {8, 4, 3, 2, pairs ? 2 : 1, pairs ? 2 : 1, 1, 1};
+  return tiles[MB - 1];
+}
+
+// All output tiles [begin, end) for `rows` rows of x, MB at most.
+template <typename X, int MB = kMost>
+void few_block(const Problem& p, int64_t rows, const X* x, int64_t row, int64_t begin, int64_t end) {
+  if constexpr (MB > 1)
+    if (rows < MB) return few_block<X, MB - 1>(p, rows, x, row, begin, end);
+  constexpr int kTiles = few_tiles<X, MB>();
   int64_t t = begin;
-  for (; t + NT <= end; t += NT) few<MB, NT * kParts>(p, x, row, t * kParts);
+  for (; t + kTiles <= end; t += kTiles) few<MB, kTiles * kParts>(p, x, row, t * kParts);
   for (; t < end; t++) few<MB, kParts>(p, x, row, t * kParts);
 }
 
 template <typename X>
 void few_rows(const Problem& p, const X* x, int64_t begin, int64_t end) {
-  constexpr bool wide = Vector::width == 16;
-  constexpr int most = wide ? 8 : 2;
-  int64_t row = 0;
-  for (; p.m - row >= most; row += most) few_tiles<most, 1>(p, x + row * p.k, row, begin, end);
-  if (wide) {
-    if (p.m - row >= 4) { few_tiles<4, 2>(p, x + row * p.k, row, begin, end); row += 4; }
-    if (p.m - row >= 2) { few_tiles<2, 4>(p, x + row * p.k, row, begin, end); row += 2; }
+  const int64_t blocks = up(p.m, kMost);  // of nearly the same size
+  for (int64_t i = 0; i < blocks; i++) {
+    const int64_t row = p.m * i / blocks, rows = p.m * (i + 1) / blocks - row;
+    few_block(p, rows, x + row * p.k, row, begin, end);
   }
-  for (; row < p.m; row++) few_tiles<1, wide ? 8 : 2>(p, x + row * p.k, row, begin, end);
 }
 
 template <typename X>
@@ -145,7 +155,6 @@ void few_all(const Problem& p, const X* x) {
 #pragma omp parallel for schedule(static)
   for (int64_t t = 0; t < tiles; t += piece) few_rows(p, x, t, std::min(tiles, t + piece));
 }
-
 
 }  // namespace
 }  // namespace ISA

@@ -40,6 +40,21 @@ struct Scratch {
   T* const at;
 };
 
+// Room of this thread for `count` values, kept for later calls: to give it back each time costs more page faults than
+// the work is worth. It begins as zeros and holds what was last put there under this Name.
+template <typename Name, typename T>
+T* room(int64_t count) {
+  static thread_local std::unique_ptr<Scratch<T>> kept;
+  static thread_local int64_t size = 0;
+  if (count > size) {
+    kept.reset();
+    kept.reset(new Scratch<T>(count));
+    std::memset(kept->at, 0, count * sizeof(T));
+    size = count;
+  }
+  return kept->at;
+}
+
 inline __m128i e4m3_to_half_bits(__m128i bytes) {  // 8 bytes -> 8 halves, times 2^-8
   __m128i w = _mm_cvtepu8_epi16(bytes);
   __m128i sign = _mm_slli_epi16(_mm_and_si128(w, _mm_set1_epi16(0x80)), 8);
@@ -134,17 +149,6 @@ struct Codes {
 #endif
 
 constexpr int kParts = kTile / Vector::width;  // vectors of a tile
-
-#ifdef __AVX512BF16__
-// Weights (times scale) of two neighbouring columns of 16 rows as pairs of bfloat16, the even column in the low
-// half. e2m1 times E4M3 has at most 6 significant bits, so this is exact, and the low half of a product is zero.
-inline __m512i bf16_pairs(__m512i codes, __m512 scale) {
-  const __m512 table = _mm512_load_ps(kE2m1);
-  const __m512 even = _mm512_mul_ps(_mm512_permutexvar_ps(codes, table), scale);
-  const __m512 odd = _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(codes, 16), table), scale);
-  return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_castps_si512(odd));
-}
-#endif
 
 // y = c * factor + bias of `Vectors` vectors of output rows from n0 on; c has `stride` numbers from row to row.
 // Unless Whole, only the first `count` numbers of a row are written.
