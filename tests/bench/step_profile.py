@@ -70,7 +70,10 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--plain-vllm", metavar="FOLDER")
     args = parser.parse_args()
-    os.environ.update(end_to_end.ENVIRONMENT.get(args.way, {}) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    os.environ.update(
+        end_to_end.ENVIRONMENT.get(args.way, {})
+        | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    )
     if args.plain_vllm:
         sys.path.insert(0, args.plain_vllm)
     from vllm import LLM

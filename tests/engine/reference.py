@@ -24,6 +24,7 @@ class Comparison:
     deviation: float  # of the reference's logits
     largest: float
     largest_decided: float
+    margin: float  # of the routers, at the position of `largest_decided`
     mean: float
     same_choice: float
     same_choice_decided: float
@@ -32,7 +33,7 @@ class Comparison:
     def __str__(self) -> str:
         return (
             f"{self.positions} positions, {self.decided} before a near-tie; largest difference {self.largest:.2e}, "
-            f"before a near-tie {self.largest_decided:.2e}, mean {self.mean:.2e} (logits' standard deviation "
+            f"before a near-tie {self.largest_decided:.2e} (its routers' margin {self.margin:.3f}), mean {self.mean:.2e} (logits' standard deviation "
             f"{self.deviation:.2f}); same choice {self.same_choice:.3f}, before a near-tie "
             f"{self.same_choice_decided:.3f}"
         )
@@ -63,19 +64,24 @@ def _e4m3_cache() -> Iterator[None]:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
 
 
-def compare(model: Path, prompts: list[str], found: dict[str, Any], e4m3_cache: bool = False) -> Comparison:
-    """found: as `logits.py` writes it. A choice counts as another if its logit is behind by more than the difference."""
+def compare(
+    model: Path, prompts: list[str], found: dict[str, Any], e4m3_cache: bool = False, near: float = NEAR
+) -> Comparison:
+    """found: as `logits.py` writes it. A choice counts as another if its logit is behind by more than the difference.
+
+    near: what is a near-tie of a router. e4m3_cache: the reference's keys and values are rounded like the engine's.
+    """
     with _e4m3_cache() if e4m3_cache else nullcontext():
-        return _compare(model, prompts, found)
+        return _compare(model, prompts, found, near)
 
 
-def _compare(model: Path, prompts: list[str], found: dict[str, Any]) -> Comparison:
+def _compare(model: Path, prompts: list[str], found: dict[str, Any], near: float) -> Comparison:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(model)
     margins = _watch_routers(network)
-    wants, gots, decided, first = [], [], [], 0
+    wants, gots, decided, nearest, first = [], [], [], [], 0
     for prompt, tokens, steps in zip(prompts, found["tokens"], found["steps"], strict=True):
         ids = tokenizer(prompt)["input_ids"]
         margins.clear()
@@ -83,11 +89,11 @@ def _compare(model: Path, prompts: list[str], found: dict[str, Any]) -> Comparis
             wants.append(network(torch.tensor([ids + tokens[:-1]])).logits[0].float())
         gots.append(torch.cat([found["logits"][first : first + len(ids) - 1], steps]))
         first += len(ids) - 1
-        ties = torch.zeros(len(wants[-1]), dtype=torch.bool)
+        nearest.append(torch.full((len(wants[-1]),), torch.inf))
         for margin in margins:
-            ties |= margin < NEAR
-        decided.append(ties.cumsum(0) == 0)
-    return _summary(torch.cat(wants), torch.cat(gots), torch.cat(decided))
+            nearest[-1] = nearest[-1].minimum(margin)
+        decided.append((nearest[-1] < near).cumsum(0) == 0)
+    return _summary(*(torch.cat(parts) for parts in (wants, gots, decided, nearest)))
 
 
 def _watch_routers(network: torch.nn.Module) -> list[torch.Tensor]:
@@ -106,7 +112,9 @@ def _watch_routers(network: torch.nn.Module) -> list[torch.Tensor]:
     return margins
 
 
-def _summary(want: torch.Tensor, got: torch.Tensor, decided: torch.Tensor) -> Comparison:
+def _summary(
+    want: torch.Tensor, got: torch.Tensor, decided: torch.Tensor, nearest: torch.Tensor
+) -> Comparison:
     difference = (got - want).abs().amax(-1)
     # The reference's value of what was chosen, against its best: the same choice but for rounding of both.
     behind = want.amax(-1) - want.gather(-1, got.argmax(-1, keepdim=True))[:, 0]
@@ -117,6 +125,7 @@ def _summary(want: torch.Tensor, got: torch.Tensor, decided: torch.Tensor) -> Co
         deviation=float(want.std()),
         largest=float(difference.max()),
         largest_decided=float(difference[decided].max()) if bool(decided.any()) else 0.0,
+        margin=float(nearest[(difference * decided).argmax()]),
         mean=float((got - want).abs().mean()),
         same_choice=float((got.argmax(-1) == want.argmax(-1)).float().mean()),
         same_choice_decided=float(same[decided].float().mean()),

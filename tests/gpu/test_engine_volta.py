@@ -52,6 +52,8 @@ FLOAT16 = {
     "qwen3_next": (9.3e-2, 7.3e-3),
     "qwen4_exp": (1.4e-2, 2.2e-2),
 }
+# What is a near-tie where it is not reference.NEAR: a recurrent state carries float16's error on.
+NEAR = {"qwen3_next": 0.02}
 ENGINE: dict[str, Any] = {
     "dtype": "float16",
     "gpu_memory_utilization": 0.05,
@@ -118,7 +120,7 @@ def result(done: subprocess.CompletedProcess[str], out: Path) -> dict[str, Any]:
 
 def check(case: str, arch: str, numbers: Path, found: dict[str, Any], all_positions: bool = True) -> None:
     """`numbers`: a folder of the dequantised weights. `all_positions`: hold the mean of all to its bound too."""
-    compared = reference.compare(numbers, PROMPTS, found)
+    compared = reference.compare(numbers, PROMPTS, found, near=NEAR.get(arch, reference.NEAR))
     report(f"{arch}, {case}", compared)
     largest, mean = FLOAT16[arch]
     assert compared.finite

@@ -215,10 +215,32 @@ def test_profiles_that_ask_for_what_hurt_others(tmp_path: Path, monkeypatch: pyt
     rows = checks_model.arguments(Box(RealHost(), Options(target="v100", profile="risky")))
     assert isinstance(rows, list)
     assert {row.found.split()[0]: row.status for row in rows} == {
-        "kv_cache_dtype": "fail",
+        "kv_cache_dtype": "warn",
         "speculative_config": "warn",
         "disable_custom_all_reduce": "note",
     }
+
+
+@pytest.mark.parametrize(
+    ("wanted", "model", "status"),
+    [
+        ("fp8", QWEN3_32B, "warn"),
+        ("fp8_e4m3", QWEN3_32B, "warn"),
+        ("fp8_e5m2", QWEN3_32B, "fail"),
+        ("fp8", QWEN3_32B | {"model_type": "qwen4_exp"}, "fail"),
+    ],
+)
+def test_a_cache_of_fp8_on_volta(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, model: dict[str, object], status: str
+) -> None:
+    profile = {"engine": {"kv_cache_dtype": {"value": wanted, "reason": ""}}}
+    (tmp_path / "cache.json").write_text(json.dumps(profile))
+    folder(tmp_path / "model", model)
+    monkeypatch.setattr(checks_model, "PROFILES", tmp_path)
+    options = Options(target="v100", profile="cache", model=tmp_path / "model")
+    rows = checks_model.arguments(Box(RealHost(), options))
+    assert isinstance(rows, list)
+    assert [row.status for row in rows if row.found.startswith("kv_cache_dtype")] == [status]
 
 
 BEGIN = '{"begin": "copy 0->1"}\n'

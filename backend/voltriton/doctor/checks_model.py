@@ -225,6 +225,22 @@ def arguments(box: Box) -> list[Row] | Row:
     return rows or Row("profile.arguments", OK, f"{name} suits {box.target}", "arguments that work here")
 
 
+def _cache_trouble(box: Box, wanted: str) -> tuple[str, str, str, str]:
+    """What speaks against a KV cache of fp8 on Volta."""
+    if wanted not in ("fp8", "fp8_e4m3"):
+        return FAIL, "kv_cache_dtype", "auto or fp8", "our attention kernels read e4m3 bytes (trouble 69)"
+    if _is_qwen4_exp(box):
+        return FAIL, "kv_cache_dtype", "auto", "this model's attention is Triton's, whose fp8 needs 8.9"
+    return WARN, "kv_cache_dtype", "auto", "e4m3 keeps 4 of 11 significant bits: compare the answers first"
+
+
+def _is_qwen4_exp(box: Box) -> bool:
+    try:
+        return box.options.model is not None and "qwen4_exp" in _read(box.options.model).config.model_type
+    except PlanError:
+        return False  # model.files says what is wrong with it
+
+
 def _argument_rows(box: Box, found: dict[str, Any]) -> list[Row | None]:
     def row(status: str, name: str, need: str, why: str) -> Row:
         return Row(
@@ -243,13 +259,8 @@ def _argument_rows(box: Box, found: dict[str, Any]) -> list[Row | None]:
         row(FAIL, "dtype", "float16", "Volta has no bfloat16")
         if volta and found.get("dtype") in ("auto", "bfloat16")
         else None,
-        row(
-            FAIL,
-            "kv_cache_dtype",
-            "auto",
-            "Triton's fp8 needs 8.9; fp8 means another format by version (trouble 69)",
-        )
-        if volta and str(found.get("kv_cache_dtype", "auto")).startswith("fp8")
+        row(*_cache_trouble(box, found["kv_cache_dtype"]))
+        if volta and str(found.get("kv_cache_dtype")).startswith("fp8")
         else None,
         row(
             WARN,

@@ -267,8 +267,9 @@ class Prefill(_Variant):
 # (least N, variant), the first that fits; N small: K is split over more warps so that all multiprocessors have work.
 GEMV: dict[int, list[tuple[int, Gemv]]] = {
     1: [
+        (26000, Gemv(1, 16, 2, 1, 8, 2, 4)),
         (20000, Gemv(1, 8, 2, 1, 8, 2, 4)),
-        (8000, Gemv(1, 8, 1, 1, 4, 4, 8)),
+        (8000, Gemv(1, 16, 2, 1, 4, 2, 8)),
         (3500, Gemv(1, 16, 2, 2, 8, 2, 3)),
         (0, Gemv(1, 8, 1, 4, 8, 3, 4)),
     ],
@@ -314,11 +315,11 @@ def gemm_for(m: int, n: int, k: int, multiprocessors: int) -> tuple[Gemm, int]:
 # Intermediate size (of a rank) up to which experts count as narrow.
 MOE_NARROW = 256
 MOE_UP = MoeUp(8, 2, 2, 4, 2, 8)
-MOE_UP_NARROW_ONE = MoeUp(8, 2, 4, 4, 2, 8)  # one token
+MOE_UP_NARROW_ONE = MoeUp(8, 2, 4, 4, 3, 6)  # one token
 MOE_UP_MANY = MoeUp(8, 2, 1, 4, 2, 8)  # from two tokens on, of narrow experts from eight
 MOE_DOWN_ONE = MoeDown(8, 2, 1, 2)
 MOE_DOWN = MoeDown(4, 2, 2, 2)  # from two tokens on
-MOE_DOWN_NARROW_FEW = MoeDown(4, 2, 1, 2)  # up to two tokens
+MOE_DOWN_NARROW_FEW = MoeDown(2, 1, 3, 2)  # up to two tokens
 MOE_DOWN_NARROW = MoeDown(2, 2, 2, 2)
 # (least pairs an expert on average, (gate and up, down)); both with the same rows of x a block.
 MOE_GEMM: list[tuple[int, tuple[MoeGemm, MoeGemm]]] = [
