@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "perf"), str(ROOT / "backend"), str(ROOT / "patches")]
+sys.path[:0] = [str(ROOT / name) for name in ("perf", "backend", "patches", "tests/bench")]
 from voltriton.triton import PYTRITON, STUB_NUMPY, default_root  # noqa: E402
 from voltriton_perf.perf_analyzer import PerfAnalyzer  # noqa: E402
 
@@ -169,11 +169,12 @@ class Kit:
             )
 
     def ptx(self, root: Path) -> None:
+        import plain_read
         from voltriton_vllm.sm70 import compile as compiling
         from voltriton_vllm.sm70 import runtime
 
         os.environ["VOLTRITON_KERNEL_CACHE"] = str(root / "ptx")
-        for text in runtime.sources(runtime.fragment_of((9, 0))):
+        for text in [*runtime.sources(runtime.fragment_of((9, 0))), plain_read.SOURCE]:
             compiling.build(text, "compute_70")
 
     def nccl(self, root: Path) -> None:
