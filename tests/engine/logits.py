@@ -2,7 +2,8 @@
 
 usage: logits.py vllm|hf OUT.pt JSON MODEL...     JSON: engine arguments (vllm only)
 Writes a list, one entry a model: {"logits": [positions, vocabulary] of the prompts, "tokens": [prompts, new tokens],
-"steps": [prompts, new tokens, vocabulary], what each new token was chosen from}.
+"steps": [prompts, new tokens, vocabulary], what each new token was chosen from, "corrupted": requests that vLLM counted as
+such (with disable_log_stats false)}.
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ def vllm(model: str, arguments: dict[str, Any]) -> dict[str, Any]:
         "logits": torch.tensor(rows),
         "tokens": [list(a.outputs[0].token_ids) for a in answers],
         "steps": torch.tensor(steps),
+        "corrupted": _corrupted(llm) if arguments.get("disable_log_stats") is False else None,
     }
+
+
+def _corrupted(llm: Any) -> int:
+    return sum(m.value for m in llm.get_metrics() if m.name == "vllm:corrupted_requests")
 
 
 def _row(logprobs: Any) -> list[float]:

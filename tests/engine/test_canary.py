@@ -7,7 +7,7 @@ from pathlib import Path
 
 import make_tiny
 import pytest
-from test_engine_nvfp4 import run
+from test_engine_nvfp4 import results, run
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -43,7 +43,11 @@ def test_with_torch_compile_too(overflowing, tmp_path):
 def test_a_wider_type_loads_and_the_switch_lets_it_pass(overflowing, tmp_path, monkeypatch):
     assert run("vllm", tmp_path / "32.pt", {"dtype": "float32"}, overflowing).returncode == 0
     monkeypatch.setenv("VOLTRITON_CANARY", "off")
-    assert run("vllm", tmp_path / "16.pt", {"dtype": "float16"}, overflowing).returncode == 0
+    monkeypatch.setenv("VLLM_COMPUTE_NANS_IN_LOGITS", "1")
+    [found] = results(
+        "vllm", tmp_path / "16.pt", {"dtype": "float16", "disable_log_stats": False}, overflowing
+    )
+    assert found["corrupted"] == len(found["tokens"]), "what the alert NotFinite counts"
 
 
 def test_a_wrong_setting_is_refused(monkeypatch):
