@@ -318,6 +318,30 @@ def test_json_has_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert [item["batch"] for item in answer["roofline"]] == [1, 8]
 
 
+def test_a_cache_of_e4m3_bytes_holds_twice_the_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(folder(tmp_path / "m", QWEN3_32B))
+    tokens = []
+    for wanted in ("auto", "fp8"):
+        written = tmp_path / f"{wanted}.json"
+        assert main([model, "--json", "--kv-cache-dtype", wanted, "--write", str(written)]) == 0
+        tokens.append(json.loads(capsys.readouterr().out)["kv_cache"]["tokens"])
+        assert json.loads(written.read_text())["engine"]["kv_cache_dtype"]["value"] == wanted
+    assert abs(tokens[1] - 2 * tokens[0]) <= 2 * 16
+
+
+def test_a_narrower_cache_is_an_advice(tmp_path: Path) -> None:
+    files = read_model(folder(tmp_path / "m", QWEN3_32B))
+    plan = make_plan(files, Request(parse_cards("4xV100-32"), max_model_len=1))
+    longest = plan.kv_tokens
+    assert longest is not None
+    advice = advise(
+        files, make_plan(files, Request(parse_cards("4xV100-32"), max_model_len=longest * 3 // 2))
+    )
+    assert any("kv_cache_dtype fp8" in item.text and item.plan.request.kv_bytes == 1 for item in advice)
+
+
 BAD = [
     ({}, [], "hidden_size is missing", None),
     ({"hidden_size": "x"}, [], "hidden_size: got 'x'", QWEN3_32B),
@@ -327,6 +351,7 @@ BAD = [
     ({}, ["--gpus", "many"], "is not a card known here", QWEN3_32B),
     ({}, ["--gpus", "four V100"], "the form is COUNTxCARD", QWEN3_32B),
     ({}, ["--gpus", "3xV100-32"], "which 3 ranks cannot share", QWEN3_32B),
+    ({}, ["--kv-cache-dtype", "fp8"], "--kv-cache-dtype: got fp8 for qwen4_exp_text on V100-32", FLASH_NEXT),
     ({}, ["--max-model-len", "0"], "--max-model-len: got 0", QWEN3_32B),
     ({}, ["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization: got 1.5", QWEN3_32B),
     ({}, ["--write", "/no/such/folder/p.json"], "--write /no/such/folder/p.json", QWEN3_32B),

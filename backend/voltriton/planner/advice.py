@@ -72,6 +72,18 @@ def _fuller(files: ModelFiles, plan: Plan) -> tuple[str, Request] | None:
     return "gpu_memory_utilization 0.95", changed(plan.request, gpu_memory_utilization=0.95)
 
 
+def takes_fp8_cache(files: ModelFiles, cards: Cards) -> bool:
+    """On Volta our attention kernels read e4m3 bytes, Triton's do not."""
+    return not (cards.card.profile == "v100-tp4" and "qwen4_exp" in files.config.model_type)
+
+
+def _narrower_cache(files: ModelFiles, plan: Plan) -> tuple[str, Request] | None:
+    cards = plan.request.cards
+    if plan.request.kv_bytes or not cards.card.usable_gib or not takes_fp8_cache(files, cards):
+        return None
+    return "kv_cache_dtype fp8 (compare the answers first)", changed(plan.request, kv_bytes=1)
+
+
 def _smaller_steps(files: ModelFiles, plan: Plan) -> tuple[str, Request] | None:
     if plan.request.max_num_batched_tokens <= 1024:
         return None
@@ -99,7 +111,15 @@ def _more_cards(files: ModelFiles, plan: Plan) -> tuple[str, Request] | None:
     )
 
 
-CHANGES: tuple[Change, ...] = (_shorter, _smaller_steps, _fuller, _eager, _quantized, _more_cards)
+CHANGES: tuple[Change, ...] = (
+    _shorter,
+    _smaller_steps,
+    _fuller,
+    _eager,
+    _narrower_cache,
+    _quantized,
+    _more_cards,
+)
 
 
 def profile(plan: Plan) -> dict[str, Any]:
@@ -130,6 +150,8 @@ def profile(plan: Plan) -> dict[str, Any]:
             "value": f"{request.cpu_kv_gib:g}",
             "reason": "GiB of KV cache, as planned",
         }
+    if request.kv_bytes:
+        values["kv_cache_dtype"] = ("fp8", "as asked of `voltriton plan`: e4m3 bytes, half of the memory")
     if request.enforce_eager:
         values["enforce_eager"] = (True, "as asked of `voltriton plan`")
     base["engine"].update(

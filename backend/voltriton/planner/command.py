@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from voltriton.planner.advice import Advice, advise, profile
+from voltriton.planner.advice import Advice, advise, profile, takes_fp8_cache
 from voltriton.planner.cards import GIB, parse_cards
 from voltriton.planner.files import ModelFiles, PlanError, read_model
 from voltriton.planner.memory import Plan, Request, make_plan
@@ -56,6 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.90)
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="fp8: e4m3 bytes (default: auto)"
+    )
     parser.add_argument("--cpu-kv-gib", type=float, default=1.0, help="VLLM_CPU_KVCACHE_SPACE, for CPU only")
     parser.add_argument(
         "--lengths",
@@ -82,6 +85,11 @@ def _request(args: argparse.Namespace, files: ModelFiles) -> Request:
         raise PlanError(f"--lengths: got {min(args.lengths)}, at least 1 is allowed")
     own_limit = files.config.number("max_position_embeddings", 32768)
     cards = parse_cards(args.gpus)
+    if args.kv_cache_dtype == "fp8" and not takes_fp8_cache(files, cards):
+        raise PlanError(
+            f"--kv-cache-dtype: got fp8 for {files.config.model_type} on {cards.card.name}, whose attention is "
+            "Triton's there, which has no fp8 below compute capability 8.9; auto is allowed"
+        )
     return Request(
         cards=cards,
         max_model_len=args.max_model_len or min(own_limit, 32768 if cards.card.usable_gib else 2048),
@@ -89,6 +97,7 @@ def _request(args: argparse.Namespace, files: ModelFiles) -> Request:
         max_num_batched_tokens=args.max_num_batched_tokens,
         gpu_memory_utilization=args.gpu_memory_utilization,
         enforce_eager=args.enforce_eager,
+        kv_bytes=1 if args.kv_cache_dtype == "fp8" else None,
         cpu_kv_gib=args.cpu_kv_gib,
         lengths=tuple(args.lengths),
         # Without a GPU our plugin expands NVFP4 at load.
