@@ -42,8 +42,10 @@ def register() -> None:
         switch.register()
     else:
         from voltriton_vllm import cpu
+        from voltriton_vllm.cpu import norm
 
         cpu.allow_amx()
+        norm.register()
     from voltriton_vllm import linear
 
     linear.register()
