@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -19,12 +18,13 @@ from voltriton.checkpoint.errors import CheckpointError
 from voltriton.checkpoint.experts import Expert
 from voltriton.checkpoint.feedback import Basis, feedback_scales
 from voltriton.checkpoint.folder import ModelFolder
-from voltriton.checkpoint.layers import LayerwiseModel, States, Streamed
+from voltriton.checkpoint.layers import LayerwiseModel, Streamed, products_dtype
 from voltriton.checkpoint.layout import tensor_names
 from voltriton.checkpoint.moments import Moments, energy, importance
 from voltriton.checkpoint.progress import Meter, meter
 from voltriton.checkpoint.scales import searched_scales
 from voltriton.checkpoint.source import Nvfp4, Source, Weight
+from voltriton.checkpoint.states import States
 from voltriton.checkpoint.texts import load_tokenizer, windows
 
 TASK_ROWS = 1024  # rows of one piece of work: they do not depend on each other
@@ -38,11 +38,11 @@ class Recipe:
     `sinks`: what the tokens that attention rests on count for, all others together being 1."""
 
     files: list[Path] = field(default_factory=list)
-    tokens: int = 16384
+    tokens: int = 65536
     window: int = 512
     seed: int = 0
     feedback: bool = True
-    shrink: float = 0.3
+    shrink: float = 0.1
     follow: float = 1.0
     sweeps: int = 2
     sinks: float = 0.5
@@ -60,7 +60,7 @@ def calibrate(
     """Write the quantised tensors of all `groups` (module names by fused layer), layer after layer."""
     tokenizer = load_tokenizer(source.path)
     text = windows(tokenizer, recipe.files, recipe.tokens, recipe.window, recipe.seed)
-    model = LayerwiseModel(source, text, folder.path)
+    model = LayerwiseModel(source, text, folder.path, products_dtype())
     by_layer = {i: groups_of_layer(groups, i) for i in range(len(model))}
     outside = set(groups) - {g for members in by_layer.values() for g in members}
     if outside:
@@ -73,7 +73,7 @@ def calibrate(
 
     with meter("finding what attention rests on", nbytes(groups)) as shown, _all_threads(threads):
         sizes = map(nbytes, by_layer.values())
-        energies = _energies(LayerwiseModel(source, text, folder.path), sizes, shown)
+        energies = _energies(LayerwiseModel(source, text, folder.path, products_dtype()), sizes, shown)
         counts = importance(energies, recipe.sinks)
     drifted = model.kept(model.states)  # as `model.states`, of the model quantised so far
     pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
@@ -131,40 +131,51 @@ class _Layer:
         """`counts`: see `importance`; `compare`: with the inputs as they should be."""
         self._model, self._layer, self._index, self._members = model, layer, index, members
         self._drifted, self._counts, self._compare = drifted, counts, compare
-        self._original = copy.deepcopy(layer)  # norms and biases; the matrices are in their files
-        self._reached: dict[str, None] = {}
+        self._matrices = {m: self._linear(m).matrix for modules in members.values() for m in modules}
+        self._wanted: dict[str, States | list[torch.Tensor]] = {}
+        self._after = model.kept()
         hooks = [self._first(g).register_forward_pre_hook(self._note(g)) for g in members]
-        self._after = model.kept(model.run(layer, index, state) for state in model.states)
+        for state in model.states:
+            self._after.append(model.run(layer, index, state))
         for hook in hooks:
             hook.remove()
 
     def _note(self, group: str) -> Callable[..., None]:
-        return lambda module, inputs: self._reached.update({group: None})
+        """Keep what the group's inputs should be, batch after batch; not of experts, whose tokens may differ."""
 
-    def _module(self, name: str, layer: nn.Module | None = None) -> nn.Module:
-        return (layer or self._layer).get_submodule(name.removeprefix(f"model.layers.{self._index}."))
+        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            compare = self._compare and ".experts." not in group
+            if group not in self._wanted:
+                self._wanted[group] = self._model.kept() if compare else []
+            if compare:
+                self._wanted[group].append(inputs[0].bfloat16())
 
-    def _linear(self, name: str, layer: nn.Module | None = None) -> Streamed:
-        module = self._module(name, layer)
+        return hook
+
+    def _module(self, name: str) -> nn.Module:
+        return self._layer.get_submodule(name.removeprefix(f"model.layers.{self._index}."))
+
+    def _linear(self, name: str) -> Streamed:
+        module = self._module(name)
         if not isinstance(module, Streamed):
             raise CheckpointError(f"{name} is no linear layer")
         return module
 
-    def _first(self, group: str, layer: nn.Module | None = None) -> Streamed:
+    def _first(self, group: str) -> Streamed:
         """All matrices of a group have the same input."""
-        return self._linear(self._members[group][0], layer)
+        return self._linear(self._members[group][0])
 
     def matrices(self, group: str) -> dict[str, Weight]:
         """The group's weights as they were."""
-        return {m: self._linear(m, self._original).matrix for m in self._members[group]}
+        return {m: self._matrices[m] for m in self._members[group]}
 
     def replace(self, matrices: dict[str, Weight]) -> None:
         for name, matrix in matrices.items():
-            self._linear(name).matrix = matrix
+            self._linear(name).replace(matrix)
 
     def stages(self) -> Iterator[list[str]]:
         """Groups in the order they run; the same matrices of several experts at once, as far as memory allows."""
-        order = [*self._reached, *(g for g in self._members if g not in self._reached)]
+        order = [*self._wanted, *(g for g in self._members if g not in self._wanted)]
         for _, alike in itertools.groupby(sorted(order, key=self._place(order)), key=_kind):
             stage: list[str] = []
             size = 0
@@ -183,17 +194,19 @@ class _Layer:
         return lambda group: kinds.index(_kind(group))
 
     def moments(self, groups: list[str]) -> dict[str, Moments]:
-        """Of the groups' inputs; what they should be is compared except for experts, whose tokens may differ."""
+        """Of the groups' inputs, and how they differ from what they should be."""
         if not groups:
             return {}
-        found = {g: Moments(self._first(g).matrix.spec.shape[1]) for g in groups}
-        states = zip(self._model.states, self._drifted, self._after, self._counts, strict=True)
-        for true, drifted, after, counts in states:
-            given = self._inputs(groups, self._layer, drifted)
-            experts = [g for g in groups if ".experts." in g]
-            wanted = self._inputs(groups, self._original, true) if self._compare and not experts else {}
-            for group, inputs in given.items():
-                found[group].add(inputs, self._shares(group, after, counts), wanted.get(group))
+        found = {g: Moments(self._first(g).matrix.spec.shape[1], products_dtype()) for g in groups}
+        states = zip(self._drifted, self._after, self._counts, strict=True)
+        for i, (drifted, after, counts) in enumerate(states):
+            for group, inputs in self._inputs(groups, drifted).items():
+                wanted = self._wanted.get(group, [])
+                found[group].add(
+                    inputs, self._shares(group, after, counts), wanted[i] if len(wanted) else None
+                )
+        for group in groups:
+            self._wanted.pop(group, None)  # its place on the disk is free again
         return found
 
     def _shares(self, group: str, after: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -207,7 +220,7 @@ class _Layer:
             return expert.shares.square() * shares[expert.tokens]
         return shares
 
-    def _inputs(self, groups: list[str], layer: nn.Module, state: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _inputs(self, groups: list[str], state: torch.Tensor) -> dict[str, torch.Tensor]:
         """By group; an expert that no token was routed to has none."""
         found: dict[str, torch.Tensor] = {}
 
@@ -219,9 +232,9 @@ class _Layer:
 
             return hook
 
-        hooks = [self._first(g, layer).register_forward_pre_hook(keep(g)) for g in groups]
+        hooks = [self._first(g).register_forward_pre_hook(keep(g)) for g in groups]
         with contextlib.suppress(_Reached):
-            self._model.run(layer, self._index, state)
+            self._model.run(self._layer, self._index, state)
         for h in hooks:
             h.remove()
         return found

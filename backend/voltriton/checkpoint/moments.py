@@ -19,7 +19,10 @@ RIDGE = 0.05  # of the mean square input, in the correction of drift
 class Moments:
     """Sums of x_i x_j over tokens, by groups of columns, and the largest magnitude seen."""
 
-    def __init__(self, columns: int):
+    def __init__(self, columns: int, dtype: torch.dtype = torch.float32):
+        """`dtype`: of each batch's products; bfloat16's rounding, 2^-9 of an entry and independent from batch to batch,
+        is far below what `damped` adds to the diagonal."""
+        self._dtype = dtype
         self._sums = [torch.zeros(n, n) for n in group_sizes(columns)]
         self._drift: list[torch.Tensor] = []
         self._count = 0
@@ -43,13 +46,16 @@ class Moments:
             flat, gap = flat * root, None if gap is None else gap * root
         sizes = [len(s) for s in self._sums]
         for part, sums in zip(flat.split_with_sizes(sizes, 1), self._sums, strict=True):
-            sums.addmm_(part.T, part)
+            self._add_product(sums, part, part)
         if gap is not None:
             self._drift = self._drift or [torch.zeros_like(s) for s in self._sums]
             pairs = zip(gap.split_with_sizes(sizes, 1), flat.split_with_sizes(sizes, 1), strict=True)
             for (g, x), sums in zip(pairs, self._drift, strict=True):
-                sums.addmm_(g.T, x)
+                self._add_product(sums, g, x)
         self._count += len(flat)
+
+    def _add_product(self, sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+        sums.add_(left.to(self._dtype).T @ right.to(self._dtype))
 
     def correct(self, weight: torch.Tensor, strength: float) -> None:
         """Change `weight` [rows, columns] to the one whose product with the inputs as they are is nearest to the
