@@ -24,10 +24,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from voltriton.checkpoint.calibrate import Recipe
 from voltriton.checkpoint.codec import Rule
 from voltriton.checkpoint.comparison import perplexity, quality
 from voltriton.checkpoint.convert import Options, convert
+from voltriton.checkpoint.rounding import Recipe
 from voltriton.checkpoint.source import Source
 from voltriton.checkpoint.texts import load_tokenizer, windows
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoint_tiny import CONFIG, tiny_tokenizer, tiny_weights, write_expert_folder, write_folder
+from checkpoint_tiny import CONFIG, LINEARS, tiny_tokenizer, tiny_weights, write_expert_folder, write_folder
 from safetensors.torch import load_file
 from test_checkpoint_gguf import NORMS, to_folder, write_gguf
 from transformers import AutoModelForCausalLM
 from voltriton.checkpoint import calibrate as calibrate_module
 from voltriton.checkpoint import layers as layers_module
 from voltriton.checkpoint import moments as moments_module
-from voltriton.checkpoint.calibrate import Recipe
+from voltriton.checkpoint.calibrate import token_bytes
 from voltriton.checkpoint.codec import Rule, dequantise, quantise
 from voltriton.checkpoint.convert import main
 from voltriton.checkpoint.feedback import Basis, feedback_scales
 from voltriton.checkpoint.layers import LayerwiseModel
 from voltriton.checkpoint.moments import Moments, energy, group_sizes, importance
+from voltriton.checkpoint.rounding import Recipe
 from voltriton.checkpoint.scales import max_scales, searched_scales
 from voltriton.checkpoint.source import Source
 from voltriton.checkpoint.texts import windows
@@ -370,6 +372,25 @@ def test_bad_text(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / name).write_bytes(content)
     write_folder(tmp_path / "in", tiny_weights(), tokenizer=True)
     check(tmp_path, capsys, [str(tmp_path / name)], text)
+
+
+def test_the_text_needs_room_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = Source(write_folder(tmp_path / "in", tiny_weights(), tokenizer=True))
+    groups = {
+        f"model.layers.0.{g}": [f"model.layers.0.{g}"] for g in LINEARS if g[-6:] not in ("k_proj", "v_proj")
+    }
+    assert token_bytes(source, groups) == 3 * 4 * 64 + 2 * (4 * 64 + 128)
+    (tmp_path / "t.txt").write_text(PROSE)
+    free = shutil.disk_usage(tmp_path)
+    room = (64 << 20) + 500_000  # what is always left free; the checkpoint; half of what the text needs
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=room))
+    few = ["--calib", str(tmp_path / "t.txt"), "--calib-window", "64", "--calib-tokens"]
+    assert main([str(tmp_path / "in"), str(tmp_path / "out"), *few, "4096"]) == 1
+    assert "calibrating on 4,096 tokens (fewer: --calib-tokens) needs 0.0" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*out*"))
+    assert main([str(tmp_path / "in"), str(tmp_path / "out"), *few, "64"]) == 0
 
 
 def test_missing_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

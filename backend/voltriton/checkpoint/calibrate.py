@@ -7,45 +7,23 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from voltriton.checkpoint.codec import BLOCK, Rule, quantise
+from voltriton.checkpoint.codec import Rule
 from voltriton.checkpoint.errors import CheckpointError
 from voltriton.checkpoint.experts import Expert
-from voltriton.checkpoint.feedback import Basis, feedback_scales
 from voltriton.checkpoint.folder import ModelFolder
-from voltriton.checkpoint.layers import LayerwiseModel, Streamed, products_dtype
-from voltriton.checkpoint.layout import tensor_names
+from voltriton.checkpoint.layers import LayerwiseModel, Streamed, check_family, products_dtype
 from voltriton.checkpoint.moments import Moments, energy, importance
 from voltriton.checkpoint.progress import Meter, meter
-from voltriton.checkpoint.scales import searched_scales
-from voltriton.checkpoint.source import Nvfp4, Source, Weight
+from voltriton.checkpoint.rounding import Recipe, Writer
+from voltriton.checkpoint.source import Source, Weight
 from voltriton.checkpoint.states import States
 from voltriton.checkpoint.texts import load_tokenizer, windows
 
-TASK_ROWS = 1024  # rows of one piece of work: they do not depend on each other
 STAGE_BYTES = 256 << 20  # of moments kept at a time
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How to calibrate. `shrink`: how much of the moments between different inputs is left out, 0 to 1; `follow`: how
-    much of the error that earlier layers left in the inputs is corrected, 0 to 1; `sweeps`: see feedback_scales;
-    `sinks`: what the tokens that attention rests on count for, all others together being 1."""
-
-    files: list[Path] = field(default_factory=list)
-    tokens: int = 65536
-    window: int = 512
-    seed: int = 0
-    feedback: bool = True
-    shrink: float = 0.1
-    follow: float = 1.0
-    sweeps: int = 2
-    sinks: float = 0.5
 
 
 def calibrate(
@@ -58,8 +36,12 @@ def calibrate(
     threads: int,
 ) -> None:
     """Write the quantised tensors of all `groups` (module names by fused layer), layer after layer."""
+    check_family(source)
     tokenizer = load_tokenizer(source.path)
     text = windows(tokenizer, recipe.files, recipe.tokens, recipe.window, recipe.seed)
+    tokens = sum(w.shape[1] for w in text)
+    spilled = tokens * token_bytes(source, groups)
+    folder.check_room(spilled, f"calibrating on {tokens:,} tokens (fewer: --calib-tokens)")
     model = LayerwiseModel(source, text, folder.path, products_dtype())
     by_layer = {i: groups_of_layer(groups, i) for i in range(len(model))}
     outside = set(groups) - {g for members in by_layer.values() for g in members}
@@ -78,7 +60,7 @@ def calibrate(
     drifted = model.kept(model.states)  # as `model.states`, of the model quantised so far
     pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
     with pool, meter("calibrating", nbytes(groups)) as shown, _all_threads(threads):
-        writer = _Writer(folder, rule, recipe, input_scale, pool)
+        writer = Writer(folder, rule, recipe, input_scale, pool)
         for index, members in by_layer.items():
             with model.layer(index) as layer:
                 work = _Layer(model, layer, index, members, drifted, counts, recipe.follow > 0)
@@ -93,6 +75,19 @@ def calibrate(
                         shown.add(sum(w.spec.nbytes for w in matrices.values()))
                 work.finish()
             folder.save()
+
+
+def token_bytes(source: Source, groups: dict[str, list[str]]) -> int:
+    """Of disk that a token of the text needs: three states in float32, and in bfloat16 the inputs of a layer's matrices
+    (not of experts)."""
+    hidden = source.matrix("model.embed_tokens.weight").spec.shape[1]
+    inputs: dict[str, int] = {}
+    for group, modules in groups.items():
+        layer = ".".join(group.split(".")[:3])
+        if ".experts." not in group:
+            columns = source.weights[f"{modules[0]}.weight"].spec.shape[1]
+            inputs[layer] = inputs.get(layer, 0) + columns
+    return 3 * 4 * hidden + 2 * max(inputs.values(), default=0)
 
 
 @contextlib.contextmanager
@@ -261,83 +256,3 @@ def _kind(group: str) -> str:
 def _mixes_tokens(module: str) -> bool:
     """Queries, keys and values act on other tokens too, and their inputs are normalised."""
     return module.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj", "in_proj_qkvz")
-
-
-@dataclass(frozen=True)
-class _Writer:
-    """Quantise the matrices of one fused layer and write them."""
-
-    folder: ModelFolder
-    rule: Rule
-    recipe: Recipe
-    input_scale: bool
-    pool: ThreadPoolExecutor
-
-    def _names(self, matrices: Iterable[str]) -> list[str]:
-        return [n for m in matrices for n in tensor_names(m, self.rule)[: 4 if self.input_scale else 3]]
-
-    def done(self, matrices: Iterable[str]) -> bool:
-        """Whether an earlier run has written them."""
-        return set(self._names(matrices)) <= self.folder.done
-
-    def written(self, module: str) -> Weight:
-        packed, scale, top = (self.folder.stored(n) for n in tensor_names(module, self.rule)[:3])
-        return Nvfp4(module, packed, scale, top, self.rule)
-
-    def write(self, matrices: dict[str, Weight], moments: Moments) -> None:
-        weights = {m: w.rows(0, w.spec.shape[0]) for m, w in matrices.items()}
-        for module, weight in weights.items():
-            if not torch.isfinite(weight).all():
-                raise CheckpointError(f"{module}.weight has NaN or infinite values")
-            moments.correct(weight, self.recipe.follow)
-        # The standard one: smaller ones clip, larger ones gained nothing on real layers (docs/quality.md).
-        top = self.rule.global_scale(torch.stack([w.abs().max() for w in weights.values()]).max())
-        codes = {m: torch.empty(len(w), w.shape[1] // BLOCK, dtype=torch.uint8) for m, w in weights.items()}
-        begin = 0
-        for part in moments.groups():
-            self._choose(part, begin, weights, codes, top)
-            begin += len(part)
-        for module, weight in weights.items():
-            self._store(module, weight, codes[module].view(torch.float8_e4m3fn), top, moments.amax)
-        self.folder.finish(*self._names(weights))
-
-    def _choose(
-        self,
-        part: torch.Tensor,
-        begin: int,
-        weights: dict[str, torch.Tensor],
-        codes: dict[str, torch.Tensor],
-        top: torch.Tensor,
-    ) -> None:
-        """Round the columns from `begin` that `part`, their moments, is of, in place, and choose their scales."""
-        basis = Basis.of(part, self.recipe.shrink) if self.recipe.feedback else None
-        end = begin + len(part)
-
-        def rows(weight: torch.Tensor, code: torch.Tensor) -> None:
-            if basis is None:
-                scale = searched_scales(weight, top, self.rule, part.diagonal())
-            else:
-                weight[:], scale = feedback_scales(weight, basis, top, self.rule, self.recipe.sweeps)
-            code[:] = scale.view(torch.uint8)
-
-        tasks = []
-        for module, weight in weights.items():
-            for first in range(0, len(weight), TASK_ROWS):
-                some = slice(first, first + TASK_ROWS)
-                code = codes[module][some, begin // BLOCK : end // BLOCK]
-                tasks.append(self.pool.submit(rows, weight[some, begin:end], code))
-        for task in tasks:
-            task.result()
-
-    def _store(
-        self, module: str, weight: torch.Tensor, scale: torch.Tensor, top: torch.Tensor, amax: torch.Tensor
-    ) -> None:
-        packed_name, scale_name, top_name, input_name = tensor_names(module, self.rule)
-        for begin in range(0, len(weight), TASK_ROWS):
-            rows = slice(begin, begin + TASK_ROWS)
-            packed = quantise(weight[rows], scale[rows], top, self.rule)
-            self.folder.write(packed_name, begin * packed.shape[1], packed)
-        self.folder.write(scale_name, 0, scale)
-        self.folder.write(top_name, 0, top)
-        if self.input_scale:
-            self.folder.write(input_name, 0, self.rule.global_scale(amax))

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from voltriton.checkpoint.architectures import Choice, architecture_of, choose
-from voltriton.checkpoint.calibrate import Recipe, calibrate
+from voltriton.checkpoint.calibrate import calibrate
 from voltriton.checkpoint.codec import Rule, quantise
 from voltriton.checkpoint.errors import CheckpointError, run_command
 from voltriton.checkpoint.folder import ModelFolder, check_output
 from voltriton.checkpoint.layout import legacy_config, quantisation_config, tensor_names, tensor_specs
 from voltriton.checkpoint.progress import Meter, meter, step
+from voltriton.checkpoint.rounding import Recipe
 from voltriton.checkpoint.scales import max_scales, searched_scales
 from voltriton.checkpoint.source import SIXTEEN_BIT, Nvfp4, Source, Weight, split_experts
 from voltriton.checkpoint.tensors import Spec

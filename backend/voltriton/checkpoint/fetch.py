@@ -7,7 +7,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from voltriton.checkpoint.calibrate import Recipe
 from voltriton.checkpoint.codec import Rule
 from voltriton.checkpoint.convert import Options, convert
 from voltriton.checkpoint.demo_texts import demo_texts
@@ -15,6 +14,7 @@ from voltriton.checkpoint.download import Model, fetch_gguf, known_models
 from voltriton.checkpoint.errors import CheckpointError, run_command
 from voltriton.checkpoint.folder import check_free_disk
 from voltriton.checkpoint.progress import step
+from voltriton.checkpoint.rounding import Recipe
 from voltriton.checkpoint.source import nvfp4_rule, quantisation_of, read_config, read_folder
 
 # Enough for the scale search (docs/quality.md); more costs every first `make demo` its time.

@@ -85,9 +85,7 @@ class ModelFolder:
         self._take_lock()
         try:
             self._read_journal()
-            done_bytes = sum(s.nbytes for s in self._specs if s.name in self.done)
-            need = sum(s.nbytes for s in self._specs) - done_bytes
-            check_free_disk(self._temp, need, f"writing {self._out}")
+            self.check_room(0, f"writing {self._out}")
             self._open_files()
         except BaseException as error:
             self._leave(type(error))
@@ -112,6 +110,11 @@ class ModelFolder:
             if old.name != ".lock":
                 old.unlink() if not old.is_dir() else shutil.rmtree(old)
         journal.write_text(self._identity + "\n")
+
+    def check_room(self, extra_bytes: int, what: str) -> None:
+        """Refuse what needs more disk than there is: all that is not done yet, and `extra_bytes` beside it."""
+        left = sum(s.nbytes for s in self._specs if s.name not in self.done)
+        check_free_disk(self._temp, left + extra_bytes, what)
 
     def _open_files(self) -> None:
         shards = shards_of(self._specs)
