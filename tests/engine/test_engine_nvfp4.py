@@ -6,7 +6,6 @@ in a scale or a nibble is beyond 1e-2.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import subprocess
 import sys
@@ -16,9 +15,8 @@ from typing import Any
 import make_tiny
 import pytest
 import torch
+from own_process import run_engine
 from safetensors.torch import load_file, save_file
-from server import shm_files
-from voltriton.processes import remove_shared_memory
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -27,22 +25,9 @@ BOUND = 1e-4
 
 
 def run(kind: str, out: Path, arguments: dict[str, Any], *models: Path) -> subprocess.CompletedProcess[str]:
-    """Engines one at a time: two on a small machine only disturb each other."""
-    command = [
-        sys.executable,
-        str(HERE / "logits.py"),
-        kind,
-        str(out),
-        json.dumps(arguments),
-        *map(str, models),
-    ]
-    with open("/tmp/voltriton-test-engine.lock", "w") as lock:  # noqa: PTH123  # held while it is open
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        before = shm_files()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=540)
-        # Ranks whose load is refused leave their shared memory; in a server the host sweeps (`voltriton.claim`).
-        remove_shared_memory(name for name in shm_files() - before if name.startswith("vllm_dist_"))
-        return done
+    program = str(HERE / "logits.py")
+    command = [sys.executable, program, kind, str(out), json.dumps(arguments), *map(str, models)]
+    return run_engine(command, 540)
 
 
 def results(kind: str, out: Path, arguments: dict[str, Any], *models: Path) -> list[dict[str, Any]]:

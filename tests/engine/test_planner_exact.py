@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 
+from own_process import run_engine
 from voltriton.planner.cards import parse_cards
 from voltriton.planner.files import read_model
 from voltriton.planner.memory import Plan, Request, make_plan
@@ -46,14 +46,7 @@ def run(*argv: str) -> str:
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # collective_rpc sends a function to the ranks
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
-        [sys.executable, planner_models.__file__, *argv],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env=environment,
-        check=False,
-    )
+    done = run_engine([sys.executable, planner_models.__file__, *argv], 900, environment)
     answers = [line for line in done.stdout.splitlines() if line.startswith(('{"blocks"', '{"models"'))]
     assert answers, done.stderr[-3000:]
     return answers[-1]
