@@ -74,7 +74,7 @@ def download(wheels: Path, requirement: str) -> Path:
         words = ["--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:"]
         for abi in ("cp312", "abi3", "none"):
             words += ["--abi", abi]
-        for platform in [f"manylinux_2_{n}_x86_64" for n in (17, 24, 26, 27, 28, 31, 34, 35, 36, 39)]:
+        for platform in [f"manylinux_2_{n}_x86_64" for n in (17, 18, 24, 26, 27, 28, 31, 34, 35, 36, 39)]:
             words += ["--platform", platform]
         words += ["--platform", "manylinux2014_x86_64", "--platform", "manylinux1_x86_64"]
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q", "--no-deps"]
