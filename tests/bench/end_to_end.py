@@ -193,6 +193,15 @@ def prompts(batch: int, length: int) -> list[dict[str, Any]]:
     ]
 
 
+def generate(llm: Any, batch: int, tokens: int, length: int) -> list[Any]:
+    """vLLM's answers, `tokens` new tokens each, to prompts of `length` tokens."""
+    from vllm import SamplingParams
+
+    wanted = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+    answers: list[Any] = llm.generate(prompts(batch, length), wanted, use_tqdm=False)
+    return answers
+
+
 def child(model: str, way: str, ranks: str, folder: str, extra: dict[str, Any]) -> None:
     """Start an engine; at each line `BATCH TOKENS PROMPT` on the input, generate and print seconds and the first tokens."""
     channel = os.fdopen(os.dup(1), "w")
@@ -202,7 +211,7 @@ def child(model: str, way: str, ranks: str, folder: str, extra: dict[str, Any]) 
         channel.write(json.dumps(record) + "\n")
         channel.flush()
 
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     register_loader()
     started = time.monotonic()
@@ -210,9 +219,8 @@ def child(model: str, way: str, ranks: str, folder: str, extra: dict[str, Any]) 
     say({"ready": time.monotonic() - started})
     for line in sys.stdin:
         batch, tokens, length = map(int, line.split())
-        wanted = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
         begin = time.perf_counter()
-        answers = llm.generate(prompts(batch, length), wanted, use_tqdm=False)
+        answers = generate(llm, batch, tokens, length)
         seconds = time.perf_counter() - begin
         say({"seconds": seconds, "tokens": list(answers[0].outputs[0].token_ids[:16])})
 

@@ -30,11 +30,9 @@ NAME_WIDTH = 90
 def kernels(llm: Any, batch: int) -> tuple[float, dict[str, tuple[int, float]]]:
     """(milliseconds a step, {kernel: (launches, microseconds)} of all steps but the prefill's)."""
     from torch.profiler import ProfilerActivity, profile
-    from vllm import SamplingParams
 
     def generate(tokens: int) -> None:
-        wanted = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
-        llm.generate(end_to_end.prompts(batch, end_to_end.PROMPT_TOKENS), wanted, use_tqdm=False)
+        end_to_end.generate(llm, batch, tokens, end_to_end.PROMPT_TOKENS)
 
     def recorded(tokens: int) -> tuple[float, dict[str, tuple[int, float]]]:
         begin = time.perf_counter()

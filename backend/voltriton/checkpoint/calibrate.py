@@ -110,7 +110,8 @@ class _Reached(Exception):
 class _Layer:
     """One decoder layer whose matrices are replaced by what they were rounded to, one stage after another.
 
-    Their inputs are those of the model quantised so far; the layer as it was, kept aside, says what they should be.
+    Their inputs are those of the model quantised so far; a pass through the layer as it was, before anything is
+    replaced, says what they should be.
     """
 
     def __init__(

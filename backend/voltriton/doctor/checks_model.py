@@ -12,6 +12,7 @@ from voltriton_vllm.formats import refusal
 from voltriton.doctor.box import Box
 from voltriton.doctor.checks_host import GIB, cgroup_limit
 from voltriton.doctor.rows import FAIL, NOTE, OK, SKIP, WARN, Row, check
+from voltriton.planner.cache import e4m3_on_volta
 from voltriton.planner.cards import CARDS, Cards
 from voltriton.planner.files import ModelFiles, PlanError, read_model
 from voltriton.planner.memory import Plan, Request, make_plan
@@ -229,16 +230,16 @@ def _cache_trouble(box: Box, wanted: str) -> tuple[str, str, str, str]:
     """What speaks against a KV cache of fp8 on Volta."""
     if wanted not in ("fp8", "fp8_e4m3"):
         return FAIL, "kv_cache_dtype", "auto or fp8", "our attention kernels read e4m3 bytes (trouble 69)"
-    if _is_qwen4_exp(box):
+    if not _reads_e4m3(box):
         return FAIL, "kv_cache_dtype", "auto", "this model's attention is Triton's, whose fp8 needs 8.9"
     return WARN, "kv_cache_dtype", "auto", "e4m3 keeps 4 of 11 significant bits: compare the answers first"
 
 
-def _is_qwen4_exp(box: Box) -> bool:
+def _reads_e4m3(box: Box) -> bool:
     try:
-        return box.options.model is not None and "qwen4_exp" in _read(box.options.model).config.model_type
+        return box.options.model is None or e4m3_on_volta(_read(box.options.model).config)
     except PlanError:
-        return False  # model.files says what is wrong with it
+        return True  # model.files says what is wrong with it
 
 
 def _argument_rows(box: Box, found: dict[str, Any]) -> list[Row | None]:

@@ -9,6 +9,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from voltriton.planner.cache import e4m3_on_volta
 from voltriton.planner.cards import Cards
 from voltriton.planner.files import ModelFiles, PlanError
 from voltriton.planner.layout import weights
@@ -73,8 +74,7 @@ def _fuller(files: ModelFiles, plan: Plan) -> tuple[str, Request] | None:
 
 
 def takes_fp8_cache(files: ModelFiles, cards: Cards) -> bool:
-    """On Volta our attention kernels read e4m3 bytes, Triton's do not."""
-    return not (cards.card.profile == "v100-tp4" and "qwen4_exp" in files.config.model_type)
+    return cards.card.profile != "v100-tp4" or e4m3_on_volta(files.config)
 
 
 def _narrower_cache(files: ModelFiles, plan: Plan) -> tuple[str, Request] | None:

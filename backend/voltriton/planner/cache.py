@@ -42,6 +42,11 @@ class CacheShape:
         return max(0, self.blocks(available) - 1) // need
 
 
+def e4m3_on_volta(config: Config) -> bool:
+    """Whether a cache of e4m3 bytes is read there: by our attention kernels, not by Triton's, which qwen4_exp's are."""
+    return not config.model_type.startswith("qwen4_exp")
+
+
 def cache_shape(
     config: Config,
     ranks: int,

@@ -53,8 +53,6 @@ class Sm70AttentionImpl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is u
         dtype = "auto" if self._e4m3 else kv_cache_dtype
         most = (num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window)
         super().__init__(*most, dtype, *args, **kwargs)
-        # Here, in the rank: asking makes a CUDA context, which the processes above must not have.
-        self._ready = attention.available()
         reason = self._why_not()
         self._layer_taken = reason is None
         if self._e4m3:
@@ -115,9 +113,12 @@ class Sm70AttentionImpl(TritonAttentionImpl):  # type: ignore[misc]  # vLLM is u
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def _why_not(self) -> str | None:
-        """What about this layer the kernels do not take."""
+        """What about this layer the kernels do not take.
+
+        Asked in the rank: that makes a CUDA context, which the processes above must not have.
+        """
         reasons = {
-            "kernels that are not available here (see the log)": not self._ready,
+            "kernels that are not available here (see the log)": not attention.available(),
             f"{self.attn_type} attention": self.attn_type != AttentionType.DECODER,
             f"a head size of {self.head_size} (not in {attention.HEAD_SIZES})": self.head_size
             not in attention.HEAD_SIZES,
