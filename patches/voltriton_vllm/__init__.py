@@ -13,7 +13,8 @@ vLLM is registered here; the rest is reached by the hooks of the patch series be
     sm70      CUDA kernels for Volta
     missing_ops  operators of vLLM's extensions where those are not built (Volta)
     compiler  torch.compile there
-    qwen4_exp tiles and selection of Qwen3.8-Flash-Next on Volta
+    unquantised  products with 16-bit weights on Volta
+    qwen4_exp tiles of Qwen3.8-Flash-Next on Volta
     formats   which quantisations run on Volta
     lifetime  engine processes end with their parent
 """

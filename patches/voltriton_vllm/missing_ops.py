@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from voltriton_vllm import qwen4_exp
-
 EXTENSIONS = ("_C_stable_libtorch", "_moe_C_stable_libtorch")
 # Kept for the life of the process: a library that is collected takes its operators along.
 _libraries: dict[str, torch.library.Library] = {}
@@ -116,6 +114,22 @@ def _topk_softmax(
         raise NotImplementedError("topk_softmax: a correction bias has no kernel for Volta")
     # Rows of padding get experts like any other row; nobody reads their results.
     glue.topk_softmax(topk_weights, topk_indices, token_expert_indices, gating_output, renormalize)
+
+
+def _persistent_topk(
+    logits: torch.Tensor,
+    lengths: torch.Tensor,
+    output: torch.Tensor,
+    workspace: torch.Tensor,
+    k: int,
+    max_seq_len: int,
+) -> None:
+    """`workspace` and `max_seq_len` are of vLLM's own way to do it; ours needs neither."""
+    from voltriton_vllm.sm70 import glue
+
+    if output.shape[1] != k:
+        raise ValueError(f"persistent_topk: got k {k} for output {tuple(output.shape)}")
+    glue.topk_rows(logits, lengths, output)
 
 
 def _moe_align_block_size(
@@ -241,7 +255,7 @@ OPERATORS = (
         "_C",
         "persistent_topk(Tensor logits, Tensor lengths, Tensor! output, Tensor workspace, int k, "
         "int max_seq_len) -> ()",
-        qwen4_exp.persistent_topk,
+        _persistent_topk,
     ),
     Operator("_C", "weak_ref_tensor(Tensor input) -> Tensor", weak_ref_tensor),
     Operator(

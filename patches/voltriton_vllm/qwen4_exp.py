@@ -1,4 +1,4 @@
-"""Qwen3.8-Flash-Next (`qwen4_exp`) below compute capability 8.0: tile sizes and the selection of key blocks.
+"""Qwen3.8-Flash-Next (`qwen4_exp`) below compute capability 8.0: tile sizes.
 
 Triton has no tensor cores and 96 KB of shared memory on Volta, and its software pipelining begins with 8.0. vLLM's
 tiles, tuned for newer cards, take 160 KB in the prefill's indexer and spill kilobytes of registers in the sparse
@@ -6,8 +6,6 @@ attention; the ones here come from `tests/engine/test_aot_sm70.py`, which compil
 """
 
 from __future__ import annotations
-
-import torch
 
 # Rows of queries a program of the prefill's indexer takes, stages, warps.
 PREFILL_TILES = (8, 1, 8)
@@ -23,24 +21,3 @@ def attention_tiles(programs: int) -> tuple[int, int, int]:
     if programs <= 256:
         return 32, 8, 4
     return 32, 1, 4
-
-
-def persistent_topk(
-    logits: torch.Tensor,
-    lengths: torch.Tensor,
-    output: torch.Tensor,
-    workspace: torch.Tensor,
-    k: int,
-    max_seq_len: int,
-) -> None:
-    """output[r, :min(k, lengths[r])] = the places of the largest of logits[r, :lengths[r]], best first; the rest -1.
-
-    logits float32 [rows, columns], lengths int32 [rows], output int32 [rows, k]. vLLM's own operator does this in
-    one kernel; here it is torch's `topk`, which has code for Volta and can be captured.
-    """
-    columns = torch.arange(logits.shape[1], device=logits.device)
-    hidden = columns >= lengths.unsqueeze(1)
-    best = logits.masked_fill(hidden, float("-inf")).topk(min(k, logits.shape[1]), dim=1).indices
-    ranks = torch.arange(best.shape[1], device=logits.device)
-    output.fill_(-1)
-    output[:, : best.shape[1]] = best.masked_fill(ranks >= lengths.unsqueeze(1), -1)

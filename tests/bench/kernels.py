@@ -2,7 +2,7 @@
 scratch poisoned by NaN; then graph replays over rotating buffers are timed, as a fraction of the copy bandwidth
 of the same run, and of what a kernel takes that only reads as many bytes (`plain_read.py`).
 
-    python tests/bench/kernels.py --out perf/results/kernels_h200 [--marlin _C_stable_libtorch.abi3.so]
+    python tests/bench/kernels.py --out perf/results/kernels_h200 [--marlin _C_stable_libtorch.abi3.so] [--only half ...]
 
 writes OUT.txt (what is printed) and OUT.json.
 """
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import marlin
 import plain_read
-from voltriton_vllm.sm70 import attention, layout, linear, ops
+from voltriton_vllm.sm70 import attention, glue, layout, linear, ops
 
 DEVICE = "cuda"
 NAN = float("nan")
@@ -57,7 +57,18 @@ ATTENTION = (
     (256, 6, 1),
 )  # head size, heads, key heads
 CONTEXTS = ((1, 4096), (1, 8192), (1, 32768), (8, 4096), (8, 16384), (32, 8192))
-HALF = ((640, 2560), (2560, 2560), (10240, 2560), (2560, 10240), (62080, 2560))
+HALF = {  # name: (N, K); qwen4_exp/4: a rank of four
+    "qwen4_exp router": (512, 2560),
+    "qwen4_exp shared expert's gate": (1, 2560),
+    "qwen4_exp hyper-connection, down": (336, 10240),
+    "qwen4_exp hyper-connection, up": (10240, 320),
+    "qwen4_exp/4 GDN in": (4096, 2560),
+    "qwen4_exp/4 GDN out": (2560, 1536),
+    "qwen4_exp GDN out": (2560, 6144),
+    "qwen4_exp/4 lm_head": (62080, 2560),
+    "Qwen3-30B-A3B router": (128, 2048),
+}
+SELECTION = ((1, 2048), (1, 65536), (8, 2048), (32, 8192), (2048, 2048))  # rows, columns; 512 of them
 
 
 class Report:
@@ -182,7 +193,8 @@ def packed_copies(
     return [ops.prepare_linear(weight.clone(), scale.clone(), rows) for _ in range(count)]
 
 
-def bench_linear(report: Report, roofline: Roofline, with_marlin: bool) -> None:
+def bench_linear(report: Report, roofline: Roofline) -> None:
+    with_marlin = bool(report.head["marlin"])
     report.line(
         "\nNVFP4 linear: microseconds (fraction of copy bandwidth, of a plain read); Marlin where loaded; error"
     )
@@ -219,7 +231,7 @@ def bench_linear(report: Report, roofline: Roofline, with_marlin: bool) -> None:
         del packed, others
 
 
-def bench_prefill(report: Report) -> None:
+def bench_prefill(report: Report, _: Roofline) -> None:
     report.line("\nNVFP4 linear, many rows: microseconds; cuBLAS on float16 weights of the same shape")
     for name in PREFILL:
         n, k = LINEAR[name]
@@ -381,7 +393,7 @@ def time_attention(stored: list[torch.Tensor], batch: int, length: int, heads: i
     return replay_s(run, 2 * len(stored)), error
 
 
-def bench_prefill_attention(report: Report) -> None:
+def bench_prefill_attention(report: Report, _: Roofline) -> None:
     report.line(
         "\nPrefill attention, causal, one sequence: microseconds; torch's scaled_dot_product_attention"
     )
@@ -430,10 +442,10 @@ def bench_half(report: Report, roofline: Roofline) -> None:
     report.line(
         "\nFloat16 matrix, few rows: microseconds (fraction of copy bandwidth, of a plain read); cuBLAS"
     )
-    for n, k in HALF:
+    for name, (n, k) in HALF.items():
         count = max(4, min(30, int(ROTATE_BYTES / (n * k * 2))))
         weights = [torch.randn(n, k, device=DEVICE).half() for _ in range(count)]
-        for m in (1, 2, 4):
+        for m in (1, 2, 4, 8):
             x = torch.randn(m, k, device=DEVICE).half()
             poison()
             error = check(
@@ -443,9 +455,10 @@ def bench_half(report: Report, roofline: Roofline) -> None:
             theirs = replay_s(lambda i, x=x, w=weights: torch.mm(x, w[i].t()), count)
             fractions, fields = roofline(n * k * 2, ours)
             report.row(
-                f"{n:6d}x{k:<6d} M={m:<3d} {ours * 1e6:8.1f} {fractions}"
+                f"{name:33s} {n:6d}x{k:<6d} M={m:<3d} {ours * 1e6:8.1f} {fractions}"
                 f"  cuBLAS {theirs * 1e6:8.1f}  {error:.1e}",
                 what="half",
+                name=name,
                 n=n,
                 k=k,
                 m=m,
@@ -456,10 +469,44 @@ def bench_half(report: Report, roofline: Roofline) -> None:
             )
 
 
+def bench_selection(report: Report, _: Roofline) -> None:
+    report.line("\nPlaces of the 512 largest of rows in float32, unordered: microseconds; torch.topk alone")
+    for rows, columns in SELECTION:
+        x = torch.randn(rows, columns, device=DEVICE)
+        lengths = torch.full((rows,), columns, dtype=torch.int32, device=DEVICE)
+        places = torch.full((rows, 512), -7, dtype=torch.int32, device=DEVICE)
+        poison()
+        glue.topk_rows(x, lengths, places)
+        if not torch.equal(places.long(), x.topk(512).indices.sort().values):
+            raise SystemExit(f"topk_rows: wrong places of {rows} x {columns}")
+        ours = replay_s(lambda i, x=x, n=lengths, p=places: glue.topk_rows(x, n, p), 4)
+        theirs = replay_s(lambda i, x=x: x.topk(512, sorted=False), 4)
+        report.row(
+            f"{rows:6d} rows of {columns:6d} {ours * 1e6:8.1f}  torch.topk {theirs * 1e6:8.1f}",
+            what="selection",
+            rows=rows,
+            columns=columns,
+            us=ours * 1e6,
+            torch_us=theirs * 1e6,
+        )
+
+
+BENCHES: dict[str, Callable[[Report, Roofline], None]] = {
+    "linear": bench_linear,
+    "prefill": bench_prefill,
+    "moe": bench_moe,
+    "attention": bench_attention,
+    "prefill-attention": bench_prefill_attention,
+    "half": bench_half,
+    "selection": bench_selection,
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="result files without their ending")
     parser.add_argument("--marlin", type=Path, help="vLLM's _C_stable_libtorch.abi3.so")
+    parser.add_argument("--only", nargs="+", choices=BENCHES, default=list(BENCHES))
     args = parser.parse_args()
     reason = ops.why_unavailable() if torch.cuda.is_available() else "no CUDA device"
     if reason:
@@ -472,15 +519,9 @@ def main() -> int:
     report.head["copy_bytes_a_second"] = bandwidth
     report.line(f"copy bandwidth: {bandwidth / 1e12:.2f} TB/s (read and written)")
     roofline = Roofline(bandwidth)
-    bench_linear(report, roofline, args.marlin is not None)
-    report.save()
-    bench_prefill(report)
-    bench_moe(report, roofline)
-    report.save()
-    bench_attention(report, roofline)
-    bench_prefill_attention(report)
-    bench_half(report, roofline)
-    report.save()
+    for name in args.only:
+        BENCHES[name](report, roofline)
+        report.save()
     return 0
 
 

@@ -185,14 +185,26 @@ def test_moe(experts: int, inter: int, hidden: int, topk: int, m: int) -> None:
             assert torch.equal(y, ops.nvfp4_moe(x, packed, weights, ids, mapping))
 
 
-@pytest.mark.parametrize("m", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("m", [0, *range(1, 10)])
 def test_half_matmul(m: int) -> None:
-    for n, k in ((33, 64), (2560, 2560), (640, 10240)):
+    for n, k in (
+        (1, 2560),
+        (24, 2560),
+        (33, 64),
+        (336, 10240),
+        (640, 10240),
+        (2560, 2560),
+        (2561, 320),
+        (10240, 320),
+    ):
         w = torch.randn(n, k, device=DEVICE).half() * 0.02
         x = torch.randn(m, k, device=DEVICE).half()
         bias = torch.randn(n, device=DEVICE).half()
         poison()
-        assert error(linear.half_matmul(x, w, bias), x.double() @ w.double().T + bias.double()) < 1e-3
+        y = linear.half_matmul(x, w, bias)
+        assert y.shape == (m, n)
+        if m:
+            assert error(y, x.double() @ w.double().T + bias.double()) < 1e-3
 
 
 @pytest.mark.parametrize("hidden", [128, 2560, 5120, 12288])
@@ -235,6 +247,25 @@ def test_rotary(neox: bool, rotary: int) -> None:
     glue.rotary_embedding(positions, q, k, 64, cache, neox)
     assert error(q, want[0]) < 1e-3
     assert error(k, want[1]) < 1e-3
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("columns", "k"), [(64, 16), (2048, 512), (65536, 512)])
+def test_topk_rows(columns: int, k: int, ties: bool) -> None:
+    """Rows of any length; what lies behind a row's length is NaN. Ties go to the first."""
+    lengths = torch.tensor(
+        [0, 1, k, k + 1, columns // 2, columns, columns + 5], dtype=torch.int32, device=DEVICE
+    )
+    logits = torch.randn(len(lengths), columns, device=DEVICE)
+    logits = logits.round() if ties else logits
+    for row, length in enumerate(lengths.tolist()):
+        logits[row, length:] = float("nan")
+    output = torch.full((len(lengths), k), 77, dtype=torch.int32, device=DEVICE)
+    poison()
+    glue.topk_rows(logits, lengths, output)
+    for row, length in enumerate(lengths.tolist()):
+        order = logits[row, :length].sort(descending=True, stable=True).indices[:k].sort().values.tolist()
+        assert output[row].tolist() == order + [-1] * (k - len(order)), length
 
 
 @pytest.mark.parametrize(("experts", "topk"), [(8, 2), (60, 4), (128, 8), (512, 10)])

@@ -45,6 +45,7 @@ def test_the_calls_of_vllm_fit_the_schemas(namespace):
     assert core.rms_norm(x, x, None, 1e-6) is None
     assert core.fused_add_rms_norm(x, x, x, 1e-6) is None
     assert core.silu_and_mul(x, x) is None
+    assert core.persistent_topk(x, ids, ids, x, 2, 2) is None
     assert core.rotary_embedding(ids, x, None, 16, x, True) is None
     assert core.rotary_embedding(ids, x, x, 16, x, True, 0, False) is None
 
@@ -53,6 +54,8 @@ def test_what_has_no_kernel_says_so():
     x = torch.zeros(1)
     with pytest.raises(NotImplementedError, match="rope_dim_offset"):
         missing_ops._rotary_embedding(x, x, None, 16, x, True, rope_dim_offset=2)
+    with pytest.raises(ValueError, match="got k 3 for output"):
+        missing_ops._persistent_topk(x, x, torch.zeros(1, 2), x, 3, 1)
     with pytest.raises(NotImplementedError, match="correction bias"):
         missing_ops._topk_softmax(x, x, x, x, True, x, None)
 
@@ -69,18 +72,6 @@ def test_embedding_of_a_rank_is_that_of_vllms_unfused_path(namespace):
     namespace["vocab_parallel_embedding"].vocab_parallel_embedding(out, ids.int(), weight, *bounds)
     assert torch.equal(out, want)
     assert int(foreign.sum()) == 5
-
-
-@pytest.mark.parametrize("columns", [5, 64])
-def test_selection_of_key_blocks(namespace, columns):
-    """Best first among the visible ones, -1 behind them; fewer columns than wanted too."""
-    missing_ops.install()
-    logits, lengths = torch.randn(4, columns), torch.tensor([0, 1, 4, columns], dtype=torch.int32)
-    found = torch.full((4, 8), 99, dtype=torch.int32)
-    namespace["persistent_topk"].persistent_topk(logits, lengths, found, torch.empty(0), 8, columns)
-    for row, length in enumerate(lengths.tolist()):
-        best = logits[row, :length].argsort(descending=True)[:8].tolist()
-        assert found[row].tolist() == best + [-1] * (8 - len(best))
 
 
 def test_names_for_the_compiler_are_declared_and_fail_by_name(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from voltriton_vllm.sm70 import layout, linear, moe, ops, variants
+from voltriton_vllm.sm70 import glue, layout, linear, moe, ops, variants
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
@@ -100,3 +100,53 @@ def test_parts_of_k_are_never_empty(m: int, n: int, k: int) -> None:
     blocks = variants.ceil_div(k, 128)
     assert 1 <= parts <= max(1, blocks)
     assert variant.xb * 8 >= min(m, 64)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "ours"),
+    [
+        (1, 512, 2560, True),
+        (8, 512, 2560, True),
+        (9, 512, 2560, False),
+        (2, 336, 10240, True),
+        (3, 336, 10240, False),
+        (2, 10240, 320, True),
+        (3, 10240, 320, False),
+        (2, 62080, 2560, True),
+        (3, 62080, 2560, False),
+        (0, 64, 64, False),
+    ],
+)
+def test_few_rows_have_a_kernel_for_half_matrices(m: int, n: int, k: int, ours: bool) -> None:
+    variant = variants.half_gemv(m, n, k)
+    assert (variant is not None) == ours
+    if variant is not None:
+        assert variant.m == m
+        assert variant.shared_bytes(k) <= variants.MAX_SHARED
+        assert variant in variants.all_variants(70)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": torch.zeros(2, 9).half()}, "logits: got torch.float16"),
+        ({"logits": torch.zeros(9, 2).T}, "logits: got torch.float32, strides"),
+        ({"lengths": torch.zeros(3, dtype=torch.int32)}, r"lengths: got torch.int32 \(3,\)"),
+        ({"lengths": torch.zeros(2)}, "lengths: got torch.float32"),
+        ({"output": torch.zeros(2, 4, dtype=torch.int64)}, "output: got torch.int64"),
+        ({"output": torch.zeros(2, 8, dtype=torch.int32)[:, :4]}, "output: got torch.int32"),
+    ],
+)
+def test_selection_refuses_what_its_kernel_does_not_take(
+    change: dict[str, torch.Tensor], message: str
+) -> None:
+    tensors = {"logits": torch.zeros(2, 9), "lengths": torch.zeros(2, dtype=torch.int32)}
+    tensors["output"] = torch.zeros(2, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        glue.topk_rows(**(tensors | change))
+
+
+def test_experts_beyond_the_kernel_are_refused() -> None:
+    ids = torch.zeros(1, 33, dtype=torch.int32)
+    with pytest.raises(ValueError, match="got 64 experts, top 33"):
+        glue.topk_softmax(torch.zeros(1, 33), ids, None, torch.zeros(1, 64))

@@ -1,4 +1,5 @@
-// What stands between the matrix products: norms, rotary embedding, SiLU, routing, sums, and a matrix in half precision.
+// What stands between the matrix products: norms, rotary embedding, SiLU, sums, experts' order, and a matrix in half
+// precision.
 // Half in and out, float32 inside; sums have a fixed order.
 #include "sm70_common.cuh"
 
@@ -86,55 +87,6 @@ extern "C" __global__ void __launch_bounds__(256) rotary(
         p[a] = fh(x * c - y * s);
         p[b] = fh(y * c + x * s);
     }
-}
-
-// Softmax over E experts and the topk largest, ties to the lower number; a warp is a token; E <= 1024.
-// A row of NaN (rows that only pad a CUDA graph hold anything) gets experts 0, 1, ... and NaN weights, never a number
-// beyond E.
-extern "C" __global__ void __launch_bounds__(128) topk_softmax(
-    float* weights, int* ids, int* source, const void* logits, int tokens, int E, int topk, int renormalise, int is_half)
-{
-    int token = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
-    if (token >= tokens) return;
-    float v[32], top = -__int_as_float(0x7f800000);
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-        int e = i * 32 + lane;
-        size_t at = (size_t)token * E + e;
-        v[i] = e < E ? (is_half ? hf(((const u16*)logits)[at]) : ((const float*)logits)[at]) : -__int_as_float(0x7f800000);
-        top = fmaxf(top, v[i]);
-    }
-    for (int o = 16; o; o >>= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
-    float sum = 0.f, chosen = 0.f;
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-        v[i] = i * 32 + lane < E ? fmaxf(__expf(v[i] - top), 0.f) : -1.f;  // fmaxf drops a NaN
-        sum += fmaxf(v[i], 0.f);
-    }
-    sum = warp_sum(sum, 32);
-    for (int t = 0; t < topk; t++) {
-        float best = -2.f;
-        int arg = 0;
-#pragma unroll
-        for (int i = 0; i < 32; i++)
-            if (v[i] > best) { best = v[i]; arg = i * 32 + lane; }
-        for (int o = 16; o; o >>= 1) {
-            float ov = __shfl_xor_sync(~0u, best, o);
-            int oa = __shfl_xor_sync(~0u, arg, o);
-            if (ov > best || (ov == best && oa < arg)) { best = ov; arg = oa; }
-        }
-#pragma unroll
-        for (int i = 0; i < 32; i++)
-            if (i * 32 + lane == arg) v[i] = -1.f;
-        chosen += best;
-        if (!lane) {
-            weights[(size_t)token * topk + t] = best / sum;
-            ids[(size_t)token * topk + t] = arg;
-            if (source) source[(size_t)token * topk + t] = t * tokens + token;
-        }
-    }
-    if (renormalise && !lane)
-        for (int t = 0; t < topk; t++) weights[(size_t)token * topk + t] *= sum / fmaxf(chosen, 1e-30f);
 }
 
 // y[token] = sum over t of x[token][t], t ascending; H a multiple of 8.
@@ -242,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(1024) moe_sort(
     }
 }
 
-// ---- a half matrix times 1..4 vectors: 16 bytes of a row a lane, KL lanes along K, R row sets, WK warps split K ----
+// ---- a half matrix times 1..8 vectors: 16 bytes of a row a lane, KL lanes along K, R row sets, WK warps split K ----
 template <int M, int KL, int R, int WK, int NW, int D>
 DEV void hgemv_body(const u16* w, const u16* x, const u16* bias, u16* y, int N, int K, int x_stride)
 {

@@ -115,13 +115,13 @@ def topk_softmax(
     gating_output: torch.Tensor,
     renormalize: bool = False,
 ) -> None:
-    """Softmax over the experts and the largest of it, ties to the lower number; at most 1024 experts."""
+    """Softmax over the experts and the largest of it, ties to the lower number; at most 1024 experts, 32 of a token."""
     tokens, experts = gating_output.shape
     topk = topk_weights.shape[1]
-    if experts > 1024 or topk > experts or topk_indices.dtype not in (torch.int32, torch.uint32):
+    if experts > 1024 or topk > min(experts, 32) or topk_indices.dtype not in (torch.int32, torch.uint32):
         raise ValueError(
             f"topk_softmax: got {experts} experts, top {topk}, indices {topk_indices.dtype}; "
-            "allowed are up to 1024 experts, 32-bit indices"
+            "allowed are up to 1024 experts, up to 32 of them a token, 32-bit indices"
         )
     if gating_output.dtype not in (torch.float16, torch.float32) or not gating_output.is_contiguous():
         raise ValueError(f"gating_output: got {gating_output.dtype}, allowed are contiguous float16, float32")
@@ -138,6 +138,25 @@ def topk_softmax(
             gating_output,
             *ends,
         )
+
+
+def topk_rows(logits: torch.Tensor, lengths: torch.Tensor, output: torch.Tensor) -> None:
+    """output[r] = the places of the largest of logits[r, :lengths[r]], ascending, of equal ones the first; -1 behind
+    them where there are fewer than output has columns. logits float32 [R, columns]; lengths int32 [R]; output int32
+    [R, k]."""
+    rows, columns = logits.shape
+    if logits.dtype != torch.float32 or logits.stride(1) != 1:
+        raise ValueError(
+            f"logits: got {logits.dtype}, strides {logits.stride()}, allowed are rows of torch.float32"
+        )
+    for name, tensor, shape in (("lengths", lengths, (rows,)), ("output", output, (rows, output.shape[-1]))):
+        if tensor.dtype != torch.int32 or tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name}: got {tensor.dtype} {tuple(tensor.shape)}, allowed is contiguous torch.int32 {shape}"
+            )
+    if rows:
+        ends = (columns, logits.stride(0), output.shape[1])
+        _device(logits).kernel("topk_rows")((rows, 1, 1), 1024, 0, logits, lengths, output, *ends)
 
 
 def moe_align_block_size(

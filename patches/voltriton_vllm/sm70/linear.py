@@ -6,7 +6,7 @@ import torch
 
 from voltriton_vllm.sm70 import variants
 from voltriton_vllm.sm70.runtime import Runtime, runtime
-from voltriton_vllm.sm70.variants import GEMV, HALF_GEMV, Gemm, Gemv, ceil_div
+from voltriton_vllm.sm70.variants import GEMV, Gemm, Gemv, ceil_div
 
 _EXPAND_ROWS = 4 * 65280  # what one launch of `dequant` can cover, in whole tiles
 _SCRATCH_BYTES = 128 * 1024 * 1024  # expanded weights that are alive at a time for cuBLAS
@@ -167,15 +167,14 @@ def _expand_and_multiply(
 
 @torch.library.custom_op("voltriton_sm70::half_matmul", mutates_args=(), device_types="cuda")
 def half_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x float16 [M, K] @ weight.T (+ bias), weight float16 [N, K]; float32 sums. cuBLAS above four rows."""
+    """x float16 [M, K] @ weight.T (+ bias), weight float16 [N, K]; float32 sums. With many rows cuBLAS."""
     m, k = x.shape
     n = weight.shape[0]
-    fits = m in HALF_GEMV and HALF_GEMV[m].shared_bytes(k) <= variants.MAX_SHARED
-    if not fits or k % 8 or weight.data_ptr() % 16 or not weight.is_contiguous():
+    variant = variants.half_gemv(m, n, k)
+    if variant is None or k % 8 or weight.data_ptr() % 16 or not weight.is_contiguous():
         return torch.nn.functional.linear(x, weight, bias)
     y = torch.empty(m, n, dtype=torch.float16, device=x.device)
     x = aligned(x)
-    variant = HALF_GEMV[m]
     grid = (ceil_div(n, variant.rows), 1, 1)
     _device(x).kernel(variant.name)(
         grid, variant.nw * 32, variant.shared_bytes(k), weight, x, bias, y, n, k, x.stride(0)

@@ -39,9 +39,18 @@ PARTS = (
         ("fragment_check", "dequant", "split_sum"),
     ),
     Part(
-        ("sm70_glue.cu",),
+        ("sm70_glue.cu", "sm70_select.cu"),
         ("HGEMV",),
-        ("rms_norm", "silu_and_mul", "rotary", "topk_softmax", "moe_sum", "moe_align", "moe_sort"),
+        (
+            "rms_norm",
+            "silu_and_mul",
+            "rotary",
+            "moe_sum",
+            "moe_align",
+            "moe_sort",
+            "topk_softmax",
+            "topk_rows",
+        ),
     ),
     Part(
         ("sm70_decode.cu", "sm70_cache.cu"),

@@ -347,9 +347,23 @@ def moe_pairs_at_once(experts: int, intermediate: int, fragment: int) -> int:
     return max(experts * (2 if fragment == 80 and intermediate <= MOE_NARROW else 1), 16)
 
 
-HALF_GEMV: dict[int, HalfGemv] = {m: HalfGemv(m, 16, 1, 4, 8, 4, 4) for m in (1, 2)} | {
-    m: HalfGemv(m, 16, 2, 2, 8, 2, 3) for m in (3, 4)
-}
+# A half matrix: with few rows (routers, gates) all warps of a block share a row, with few columns each has its own.
+HALF_FEW_ROWS, HALF_FEW_COLUMNS = 512, 512
+HALF_SHARED = 48 * 1024  # two blocks a multiprocessor; vectors that need more are better off with cuBLAS
+HALF_NARROW: dict[int, HalfGemv] = (
+    {1: HalfGemv(1, 16, 1, 16, 16, 4, 2)}
+    | {m: HalfGemv(m, 32, 1, 4, 8, 4, 4) for m in (2, 3, 4)}
+    | {m: HalfGemv(m, 32, 1, 4, 8, 3, 2) for m in (5, 6, 7, 8)}
+)
+HALF_SHORT = {1: HalfGemv(1, 16, 1, 1, 8, 3, 4), 2: HalfGemv(2, 8, 2, 1, 8, 3, 3)}
+HALF_GEMV = {1: HalfGemv(1, 16, 2, 4, 8, 2, 4), 2: HalfGemv(2, 16, 2, 4, 8, 2, 3)}
+
+
+def half_gemv(m: int, n: int, k: int) -> HalfGemv | None:
+    """For a half matrix [n, k] and m vectors; None where cuBLAS is better."""
+    wide = HALF_SHORT if k <= HALF_FEW_COLUMNS else HALF_GEMV
+    variant = (HALF_NARROW if n <= HALF_FEW_ROWS else wide).get(m)
+    return variant if variant and variant.shared_bytes(k) <= HALF_SHARED else None
 
 
 # By FRAG and (head size, 1 for e4m3 bytes). On Volta two lanes hold each element, so a chunk takes twice the registers.
@@ -420,7 +434,7 @@ def all_variants(fragment: int) -> list[_Variant]:
         MOE_DOWN_NARROW,
     ]
     found += [v for _, both in MOE_GEMM for v in both]
-    found += HALF_GEMV.values()
+    found += [*HALF_NARROW.values(), *HALF_SHORT.values(), *HALF_GEMV.values()]
     found += DECODE[fragment].values()
     found += PREFILL.values()
     return list(dict.fromkeys(found))

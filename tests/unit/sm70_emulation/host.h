@@ -33,6 +33,10 @@ template <class T> static inline T max(T a, T b) { return a > b ? a : b; }
 template <class To, class From> static inline To bits(From v) { To t; memcpy(&t, &v, sizeof t); return t; }
 static inline float __int_as_float(int v) { return bits<float>(v); }
 static inline int __float_as_int(float v) { return bits<int>(v); }
+static inline unsigned __float_as_uint(float v) { return bits<unsigned>(v); }
+static inline int __popc(unsigned v) { return __builtin_popcount(v); }
+static inline int __ffs(unsigned v) { return __builtin_ffs((int)v); }
+static inline int atomicAdd(int* p, int v) { return (*p += v) - v; }
 static inline int __float2int_rn(float v) { return (int)std::nearbyint(v); }
 #define __expf(v) expf(v)
 static inline unsigned __byte_perm(unsigned a, unsigned b, unsigned s) {
@@ -97,14 +101,23 @@ static void run_grid(unsigned x, unsigned y, unsigned z, unsigned threads, std::
         for (blockIdx.y = 0; blockIdx.y < y; blockIdx.y++)
             for (blockIdx.x = 0; blockIdx.x < x; blockIdx.x++) run_block(threads);
 }
-template <class T> static T __shfl_xor_sync(unsigned, T v, int lanes) {
+template <class T> static T from_lane(T v, unsigned thread) {
     static T slot[1024];
-    unsigned me = threadIdx.x;
-    slot[me] = v;
+    slot[threadIdx.x] = v;
     __syncwarp();
-    T got = slot[me ^ lanes];
+    T got = slot[thread];
     __syncwarp();
     return got;
+}
+template <class T> static T __shfl_xor_sync(unsigned, T v, int lanes) { return from_lane(v, threadIdx.x ^ lanes); }
+template <class T> static T __shfl_sync(unsigned, T v, int lane) { return from_lane(v, (threadIdx.x & ~31u) + (lane & 31)); }
+template <class T> static T __shfl_up_sync(unsigned, T v, int lanes) {
+    return from_lane(v, (threadIdx.x & 31) < (unsigned)lanes ? threadIdx.x : threadIdx.x - lanes);
+}
+static unsigned __ballot_sync(unsigned, bool v) {
+    unsigned all = (unsigned)v << (threadIdx.x & 31);
+    for (int lanes = 1; lanes < 32; lanes *= 2) all |= __shfl_xor_sync(~0u, all, lanes);
+    return all;
 }
 
 static bool __any_sync(unsigned, bool v) {
