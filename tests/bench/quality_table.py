@@ -21,12 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from voltriton.checkpoint.codec import Rule
-from voltriton.checkpoint.comparison import perplexity, quality
+from voltriton.checkpoint.comparison import passed, perplexity, quality
 from voltriton.checkpoint.convert import Options, convert
+from voltriton.checkpoint.layers import LayerwiseModel
 from voltriton.checkpoint.rounding import Recipe
 from voltriton.checkpoint.source import Source
 from voltriton.checkpoint.texts import load_tokenizer, windows
@@ -89,44 +91,54 @@ def main() -> None:
     print(json.dumps(table(args), indent=1))
 
 
+@dataclass(frozen=True)
+class Test:
+    """A text, as windows, that has passed the 16-bit model."""
+
+    windows: list[torch.Tensor]
+    base: LayerwiseModel
+
+    @staticmethod
+    def of(source: Path, text: Path, tokens: int, window: int) -> Test:
+        ids = windows(load_tokenizer(source), [text], tokens, window, seed=1)
+        return Test(ids, passed(Source(source), ids))
+
+
 def table(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    tokenizer = load_tokenizer(args.model)
-    texts = {t.stem: windows(tokenizer, [t], args.test_tokens, args.window, seed=1) for t in args.test}
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    tests = {t.stem: Test.of(args.model, t, args.test_tokens, args.window) for t in args.test}
     rows = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     made = {"16 bit": None} | variants(args)
     for name, make in made.items():
         if name not in rows:
-            rows[name] = row(args.model, make, texts)
-        show(name, rows, texts)
+            rows[name] = row(args.model, make, tests)
+        show(name, rows, list(tests))
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1) + "\n")
     return rows
 
 
-def row(
-    source: Path, make: Callable[[Path, Path], None] | None, texts: dict[str, list[torch.Tensor]]
-) -> dict[str, float]:
+def row(source: Path, make: Callable[[Path, Path], None] | None, tests: dict[str, Test]) -> dict[str, float]:
     """Perplexities by text, and what making the checkpoint took."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
     if make is None:
-        same = {name: perplexity(Source(source), ids) for name, ids in texts.items()}
-        return same | {f"{name} KL": 0.0 for name in texts} | {"seconds": 0.0, "CPU seconds": 0.0}
+        same = {name: perplexity(test.base, test.windows) for name, test in tests.items()}
+        return same | {f"{name} KL": 0.0 for name in tests} | {"seconds": 0.0, "CPU seconds": 0.0}
     work = Path(tempfile.mkdtemp(prefix="quality."))
     try:
         began, cpu = time.monotonic(), cpu_seconds()
         make(source, work / "out")
         cost = {"seconds": time.monotonic() - began, "CPU seconds": cpu_seconds() - cpu}
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-        return compared(work / "out", source, texts) | cost
+        return compared(work / "out", tests) | cost
     finally:
         shutil.rmtree(work)
 
 
-def compared(folder: Path, source: Path, texts: dict[str, list[torch.Tensor]]) -> dict[str, float]:
+def compared(folder: Path, tests: dict[str, Test]) -> dict[str, float]:
     """Perplexity by text, and KL."""
     found = {}
-    for name, ids in texts.items():
-        result = quality(Source(folder), Source(source), ids)
+    for name, test in tests.items():
+        result = quality(Source(folder), test.base, test.windows)
         found |= {name: result.perplexity, f"{name} KL": result.kl}
     return found
 
@@ -137,7 +149,7 @@ def cpu_seconds() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in both)
 
 
-def show(name: str, rows: dict[str, dict[str, float]], texts: dict[str, list[torch.Tensor]]) -> None:
+def show(name: str, rows: dict[str, dict[str, float]], texts: list[str]) -> None:
     base, worst = rows["16 bit"], rows.get("round to nearest", rows[name])
 
     def closed(key: str) -> str:

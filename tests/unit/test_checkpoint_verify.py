@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from voltriton.checkpoint import convert
 from voltriton.checkpoint.codec import Rule, dequantise
-from voltriton.checkpoint.comparison import layer_errors, quality
+from voltriton.checkpoint.comparison import layer_errors, passed, quality
 from voltriton.checkpoint.source import Source
 from voltriton.checkpoint.verify import expanded_model, main
 
@@ -70,7 +70,7 @@ def test_weight_errors_are_the_plain_formula(pair: tuple[Path, Path]) -> None:
 def test_quality_is_that_of_the_whole_models(pair: tuple[Path, Path]) -> None:
     source, checkpoint = Source(pair[0]), Source(pair[1])
     ids = [torch.randint(0, 96, (1, 80)) for _ in range(3)]
-    got = quality(checkpoint, source, ids)
+    got = quality(checkpoint, passed(source, ids), ids)
     base = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32)
     ours = expanded_model(checkpoint)
     with torch.no_grad():

@@ -22,6 +22,7 @@ from voltriton.checkpoint.rounding import Recipe, Writer
 from voltriton.checkpoint.source import Source, Weight
 from voltriton.checkpoint.states import States
 from voltriton.checkpoint.texts import load_tokenizer, windows
+from voltriton.checkpoint.tuning import spilled_bytes, tune_norms
 
 STAGE_BYTES = 256 << 20  # of moments kept at a time
 
@@ -35,13 +36,27 @@ def calibrate(
     input_scale: bool,
     threads: int,
 ) -> None:
-    """Write the quantised tensors of all `groups` (module names by fused layer), layer after layer."""
+    """Write the quantised tensors of all `groups` (module names by fused layer), layer after layer, then the norms."""
     check_family(source)
     tokenizer = load_tokenizer(source.path)
     text = windows(tokenizer, recipe.files, recipe.tokens, recipe.window, recipe.seed)
     tokens = sum(w.shape[1] for w in text)
-    spilled = tokens * token_bytes(source, groups)
+    spilled = tokens * token_bytes(source, groups) + _step_bytes(source, groups, recipe, tokens)
     folder.check_room(spilled, f"calibrating on {tokens:,} tokens (fewer: --calib-tokens)")
+    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+    with pool, _all_threads(threads):
+        writer = Writer(folder, rule, recipe, input_scale, pool)
+        wanted = _round_matrices(source, groups, text, writer)
+        if recipe.tuning.tokens:
+            written = {m: writer.written(m) for members in groups.values() for m in members}
+            tune_norms(source, text, wanted, written, folder, recipe.tuning, recipe.seed)
+
+
+def _round_matrices(
+    source: Source, groups: dict[str, list[str]], text: list[torch.Tensor], writer: Writer
+) -> States | list[torch.Tensor]:
+    """The 16-bit model's states behind the last layer."""
+    folder, recipe = writer.folder, writer.recipe
     model = LayerwiseModel(source, text, folder.path, products_dtype())
     by_layer = {i: groups_of_layer(groups, i) for i in range(len(model))}
     outside = set(groups) - {g for members in by_layer.values() for g in members}
@@ -53,14 +68,12 @@ def calibrate(
     def nbytes(members: dict[str, list[str]]) -> int:
         return sum(source.weights[f"{m}.weight"].spec.nbytes for modules in members.values() for m in modules)
 
-    with meter("finding what attention rests on", nbytes(groups)) as shown, _all_threads(threads):
+    with meter("finding what attention rests on", nbytes(groups)) as shown:
         sizes = map(nbytes, by_layer.values())
         energies = _energies(LayerwiseModel(source, text, folder.path, products_dtype()), sizes, shown)
         counts = importance(energies, recipe.sinks)
     drifted = model.kept(model.states)  # as `model.states`, of the model quantised so far
-    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
-    with pool, meter("calibrating", nbytes(groups)) as shown, _all_threads(threads):
-        writer = Writer(folder, rule, recipe, input_scale, pool)
+    with meter("calibrating", nbytes(groups)) as shown:
         for index, members in by_layer.items():
             with model.layer(index) as layer:
                 work = _Layer(model, layer, index, members, drifted, counts, recipe.follow > 0)
@@ -75,19 +88,32 @@ def calibrate(
                         shown.add(sum(w.spec.nbytes for w in matrices.values()))
                 work.finish()
             folder.save()
+    return model.states
+
+
+def _step_bytes(source: Source, groups: dict[str, list[str]], recipe: Recipe, tokens: int) -> int:
+    layers = len({_layer_of(group) for group in groups})
+    return spilled_bytes(recipe.tuning, tokens, _hidden(source), layers)
+
+
+def _hidden(source: Source) -> int:
+    return source.matrix("model.embed_tokens.weight").spec.shape[1]
+
+
+def _layer_of(group: str) -> str:
+    return ".".join(group.split(".")[:3])
 
 
 def token_bytes(source: Source, groups: dict[str, list[str]]) -> int:
     """Of disk that a token of the text needs: three states in float32, and in bfloat16 the inputs of a layer's matrices
     (not of experts)."""
-    hidden = source.matrix("model.embed_tokens.weight").spec.shape[1]
     inputs: dict[str, int] = {}
     for group, modules in groups.items():
-        layer = ".".join(group.split(".")[:3])
+        layer = _layer_of(group)
         if ".experts." not in group:
             columns = source.weights[f"{modules[0]}.weight"].spec.shape[1]
             inputs[layer] = inputs.get(layer, 0) + columns
-    return 3 * 4 * hidden + 2 * max(inputs.values(), default=0)
+    return 3 * 4 * _hidden(source) + 2 * max(inputs.values(), default=0)
 
 
 @contextlib.contextmanager

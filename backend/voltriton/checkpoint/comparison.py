@@ -69,9 +69,15 @@ class Quality:
         return self.perplexity / self.source_perplexity - 1
 
 
-def perplexity(source: Source, windows: list[torch.Tensor]) -> float:
+def passed(source: Source, windows: list[torch.Tensor]) -> LayerwiseModel:
+    """The model with the windows behind its last layer."""
     model = LayerwiseModel(source, windows)
     model.forward()
+    return model
+
+
+def perplexity(model: LayerwiseModel, windows: list[torch.Tensor]) -> float:
+    """Of the `windows` that have `passed` the model."""
     loss = count = 0.0
     for index, ids in enumerate(windows):
         for begin, logits in model.logits(index, LOGIT_ROWS):
@@ -81,10 +87,9 @@ def perplexity(source: Source, windows: list[torch.Tensor]) -> float:
     return math.exp(loss / count)
 
 
-def quality(checkpoint: Source, source: Source, windows: list[torch.Tensor]) -> Quality:
-    models = [LayerwiseModel(s, windows) for s in (source, checkpoint)]
-    for model in models:
-        model.forward()
+def quality(checkpoint: Source, source: LayerwiseModel, windows: list[torch.Tensor]) -> Quality:
+    """`source`: the model that it was made of, which the `windows` have `passed`."""
+    models = (source, passed(checkpoint, windows))
     sums = torch.zeros(4, dtype=torch.float64)
     count = 0
     for index, ids in enumerate(windows):

@@ -26,6 +26,7 @@ from voltriton.checkpoint.rounding import Recipe
 from voltriton.checkpoint.scales import max_scales, searched_scales
 from voltriton.checkpoint.source import SIXTEEN_BIT, Nvfp4, Source, Weight, split_experts
 from voltriton.checkpoint.tensors import Spec
+from voltriton.checkpoint.tuning import Tuning
 
 CHUNK_VALUES = 1 << 20  # weights in work at a time, a thread: 4 MB of float32, whatever the tensor's size
 COPY_BYTES = 8 << 20
@@ -341,6 +342,13 @@ def _add_calibration(p: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=default.seed, help="which parts of the text; default %(default)s"
     )
     p.add_argument(
+        "--tune-tokens",
+        type=int,
+        default=default.tuning.tokens,
+        metavar="N",
+        help="of the text, on which norms are tuned after the rounding; 0: not at all; default %(default)s",
+    )
+    p.add_argument(
         "--no-feedback",
         action="store_true",
         help="only choose scales by activation: faster, and less bound to the text",
@@ -351,7 +359,7 @@ def options_of(args: argparse.Namespace) -> Options:
     recipe = None
     if args.calib:
         numbers = (args.calib_tokens, args.calib_window, args.seed)
-        recipe = Recipe(args.calib, *numbers, feedback=not args.no_feedback)
+        recipe = Recipe(args.calib, *numbers, feedback=not args.no_feedback, tuning=Tuning(args.tune_tokens))
     elif args.scheme == "w4a4":
         raise CheckpointError("--scheme w4a4 needs --calib: input scales come from activations")
     return Options(

@@ -23,7 +23,9 @@ from voltriton.checkpoint.states import States
 
 # Their layers' parameters have the names of the files, once the experts are taken apart.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen3_moe", "qwen3_next")
+ZERO_CENTRED = ("gemma3_text", "qwen3_next")
 BATCH_TOKENS = 2048  # taken through a matrix for each time that it is read
+HEAD_ROWS = 8192  # of the output matrix in float32 at a time
 KEPT_BYTES = 64 << 20  # a layer whose matrices are not larger is read once only
 
 
@@ -107,7 +109,7 @@ class LayerwiseModel:
         self._source, self._dtype = source, dtype
         model = empty_model(source)
         self._base = model.model.eval()
-        self._norm = self._base.norm
+        self.norm = self._base.norm
         self._head: torch.Tensor | None = None
         self._layers = list(self._base.layers)
         self._batch = max(BATCH_TOKENS // windows[0].shape[1], 1)
@@ -177,21 +179,35 @@ class LayerwiseModel:
     def logits(self, index: int, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
         """(first token, logits [rows, vocabulary]) of window `index`, its states having passed all layers."""
         if self._head is None:
-            self._norm = self._norm.to_empty(device="cpu")
-            self._fill(self._norm.weight, "model.norm.weight")
-            tied = (
-                self._source.config.get("tie_word_embeddings") or "lm_head.weight" not in self._source.names
-            )
-            head = self._source.matrix("model.embed_tokens.weight" if tied else "lm_head.weight")
-            self._head = head.rows(0, head.spec.shape[0])
+            self._head = self.load_head(torch.float32)
         batch, place = divmod(index, self._batch)
-        hidden = self._norm(self.states[batch][place])
+        hidden = self.norm(self.states[batch][place])
         for begin in range(0, len(hidden), rows):
             yield begin, hidden[begin : begin + rows] @ self._head.T
+
+    def zero_centred(self, norm: str) -> bool:
+        """Whether the norm of this parameter name multiplies by one more than its weight."""
+        gated = norm.endswith("linear_attn.norm.weight")  # Qwen3-Next's, in its layers without attention
+        return self._source.config.get("model_type") in ZERO_CENTRED and not gated
+
+    def load_head(self, dtype: torch.dtype) -> torch.Tensor:
+        """What gives the logits [vocabulary, hidden], behind `norm`, which is loaded too."""
+        self.norm = self.norm.to_empty(device="cpu")
+        self._fill(self.norm.weight, "model.norm.weight")
+        tied = self._source.config.get("tie_word_embeddings") or "lm_head.weight" not in self._source.names
+        head = self._source.matrix("model.embed_tokens.weight" if tied else "lm_head.weight")
+        found = torch.empty(head.spec.shape, dtype=dtype)
+        for begin in range(0, len(found), HEAD_ROWS):
+            found[begin : begin + HEAD_ROWS] = head.rows(begin, min(begin + HEAD_ROWS, len(found)))
+        return found
 
     @torch.no_grad()
     def run(self, layer: nn.Module, index: int, state: torch.Tensor) -> torch.Tensor:
         """The states of some windows behind this layer."""
+        return self.through(layer, index, state)
+
+    def through(self, layer: nn.Module, index: int, state: torch.Tensor) -> torch.Tensor:
+        """The same, for gradients."""
         return self._first(layer(state, **self._given[index]))
 
     def forward(self) -> None:

@@ -17,6 +17,7 @@ from voltriton.checkpoint.layout import tensor_names
 from voltriton.checkpoint.moments import Moments
 from voltriton.checkpoint.scales import searched_scales
 from voltriton.checkpoint.source import Nvfp4, Weight
+from voltriton.checkpoint.tuning import Tuning
 
 TASK_ROWS = 1024  # rows of one piece of work: they do not depend on each other
 
@@ -25,7 +26,8 @@ TASK_ROWS = 1024  # rows of one piece of work: they do not depend on each other
 class Recipe:
     """How to calibrate. `shrink`: how much of the moments between different inputs is left out, 0 to 1; `follow`: how
     much of the error that earlier layers left in the inputs is corrected, 0 to 1; `sweeps`: see feedback_scales;
-    `sinks`: what the tokens that attention rests on count for, all others together being 1."""
+    `sinks`: what the tokens that attention rests on count for, all others together being 1; `tuning`: of the norms,
+    after the rounding."""
 
     files: list[Path] = field(default_factory=list)
     tokens: int = 65536
@@ -36,6 +38,7 @@ class Recipe:
     follow: float = 1.0
     sweeps: int = 2
     sinks: float = 0.5
+    tuning: Tuning = field(default_factory=Tuning)
 
 
 @dataclass(frozen=True)

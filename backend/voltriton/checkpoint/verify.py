@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from voltriton.checkpoint.comparison import layer_errors, quality
+from voltriton.checkpoint.comparison import layer_errors, passed, quality
 from voltriton.checkpoint.errors import CheckpointError, run_command
 from voltriton.checkpoint.inspection import Check, inspect, tensor_parallel
 from voltriton.checkpoint.layers import FAMILIES, empty_model
@@ -43,7 +43,7 @@ def _compare(report: Report, checkpoint: Source, source: Source, args: argparse.
     report.texts = [str(t) for t in args.text]
     given = windows(load_tokenizer(source.path), args.text, args.tokens, args.window, args.seed)
     with step(f"predicting {len(given) * args.window} tokens with both"):
-        report.quality = q = quality(checkpoint, source, given)
+        report.quality = q = quality(checkpoint, passed(source, given), given)
     limits = [
         (
             "perplexity",
