@@ -4,11 +4,13 @@
 with the settings below. A profile (`profiles/NAME.json`) holds engine arguments and environment
 variables, each with its reason; what `model.json` says goes before the profile. Standard library only:
 the stub reads this too. The engine arguments' names and types are vLLM's and checked by the host.
+A profile's entry may hold other values for CPUs with a feature: `"on_cpu": {"avx512_bf16": "bfloat16"}`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import types
 import typing
 from dataclasses import dataclass, field, replace
@@ -191,16 +193,33 @@ def _check_strings(value: dict[str, Any], where: str) -> None:
 
 
 def load_profile(name: str) -> dict[str, dict[str, Any]]:
-    """`{"engine": {...}, "env": {...}}` of a profile, the reasons left out."""
+    """`{"engine": {...}, "env": {...}}` of a profile on this machine, the reasons left out."""
     known = sorted(p.stem for p in PROFILES.glob("*.json"))
     if name not in known:
         raise InvalidArgument(
             f"voltriton.profile: got {name!r}, there are {', '.join(known)}{nearest(name, known)}"
         )
     data = read_object(PROFILES / f"{name}.json")
+    try:
+        features = cpu_features(Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    except OSError:
+        features = frozenset()
     return {
-        part: {key: entry["value"] for key, entry in data.get(part, {}).items()} for part in ("engine", "env")
+        part: {key: profile_value(entry, features) for key, entry in data.get(part, {}).items()}
+        for part in ("engine", "env")
     }
+
+
+def profile_value(entry: dict[str, Any], features: frozenset[str]) -> Any:
+    """Of a profile's entry, on a CPU with these features (names as in /proc/cpuinfo)."""
+    special: dict[str, Any] = entry.get("on_cpu", {})
+    return next((value for feature, value in special.items() if feature in features), entry["value"])
+
+
+def cpu_features(cpuinfo: str) -> frozenset[str]:
+    """What the text of /proc/cpuinfo says of the first core."""
+    found = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
 
 
 def load_loras(version_folder: Path, enabled: Any) -> dict[str, str]:

@@ -17,6 +17,12 @@ def real_repository(
     folder: Path, model: Path, settings: dict[str, Any] | None = None, **engine_args: Any
 ) -> Path:
     shutil.copytree(ROOT / "model_repository", folder)
-    content = {"model": str(model), **engine_args, "voltriton": {"profile": "cpu", **(settings or {})}}
+    # The same numbers on every CPU: the profile would take bfloat16 on some.
+    content = {
+        "model": str(model),
+        "dtype": "float32",
+        **engine_args,
+        "voltriton": {"profile": "cpu", **(settings or {})},
+    }
     (folder / "vllm" / "1" / "model.json").write_text(json.dumps(content))
     return folder

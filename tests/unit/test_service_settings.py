@@ -27,7 +27,7 @@ def test_model_json_goes_before_the_profile(tmp_path: Path) -> None:
         write(tmp_path, {"model": "m", "max_num_seqs": 3, "voltriton": {"profile": "cpu", "env": {"A": "b"}}})
     )
     assert model.engine_args["max_num_seqs"] == 3
-    assert model.engine_args["dtype"] == "float32"
+    assert model.engine_args["max_model_len"] == 2048
     assert (model.env["A"], model.env["HF_HUB_OFFLINE"]) == ("b", "1")
 
 
@@ -43,6 +43,36 @@ def test_every_value_of_a_profile_has_a_reason(profile: str) -> None:
         for name, entry in data[part].items():
             assert entry["reason"].strip(), name
     assert load_profile(profile)["engine"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        ("fpu avx2 avx512f avx512_vnni", "float32"),
+        ("fpu avx2 avx512f avx512_bf16", "bfloat16"),
+        ("fpu amx_tile amx_bf16", "bfloat16"),
+        (None, "float32"),
+    ],
+)
+def test_the_cpu_decides_the_type_of_the_cpu_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str | None, dtype: str
+) -> None:
+    read = Path.read_text
+
+    def cpuinfo(path: Path, *args: str | None, **kwargs: str | None) -> str:
+        if str(path) != "/proc/cpuinfo":
+            return read(path, *args, **kwargs)
+        if flags is None:
+            raise PermissionError(path)
+        return f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t: \n"
+
+    monkeypatch.setattr(Path, "read_text", cpuinfo)
+    assert load_profile("cpu")["engine"]["dtype"] == dtype
+    assert load_profile("v100-tp4")["engine"]["dtype"] == "float16"
+    (tmp_path / "model.json").write_text(
+        '{"model": "x", "dtype": "float16", "voltriton": {"profile": "cpu"}}'
+    )
+    assert load(tmp_path).engine_args["dtype"] == "float16", "model.json goes before the profile"
 
 
 BAD = [

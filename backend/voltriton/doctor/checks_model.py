@@ -17,6 +17,7 @@ from voltriton.planner.cards import CARDS, Cards
 from voltriton.planner.files import ModelFiles, PlanError, read_model
 from voltriton.planner.memory import Plan, Request, make_plan
 from voltriton.planner.quantization import is_nvfp4
+from voltriton.settings import cpu_features, profile_value
 
 PROFILES = Path(__file__).parents[1] / "profiles"
 _DEFAULT_PROFILE = {"v100": "v100-tp4", "hopper": "hopper", "cpu": "cpu"}
@@ -33,7 +34,8 @@ def engine_arguments(box: Box) -> dict[str, Any]:
     if name not in known:
         raise ValueError(f"--profile: got {name!r}, there are {', '.join(known)}")
     data = json.loads((PROFILES / f"{name}.json").read_text(encoding="utf-8"))
-    return {key: entry["value"] for key, entry in data["engine"].items()}
+    features = cpu_features(box.host.read("/proc/cpuinfo") or "")
+    return {key: profile_value(entry, features) for key, entry in data["engine"].items()}
 
 
 @lru_cache(maxsize=4)
