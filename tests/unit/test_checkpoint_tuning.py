@@ -9,6 +9,7 @@ import torch
 from checkpoint_tiny import tiny_tokenizer, tiny_weights, write_expert_folder, write_folder
 from test_checkpoint_calibrate import EXPERTS, PROSE
 from transformers import AutoModelForCausalLM
+from voltriton.checkpoint import convert as convert_module
 from voltriton.checkpoint import layers as layers_module
 from voltriton.checkpoint import tuning as tuning_module
 from voltriton.checkpoint.convert import Options, convert
@@ -72,7 +73,7 @@ def tuned(tmp_path: Path, out: str, tuning: Tuning) -> Source:
     """A tiny model calibrated and tuned on a short text."""
     if not (tmp_path / "hf").exists():
         write_folder(tmp_path / "hf", unsure_weights(), tokenizer=True)
-    (tmp_path / "text.txt").write_text(PROSE)
+        (tmp_path / "text.txt").write_text(PROSE)
     recipe = Recipe([tmp_path / "text.txt"], tokens=2048, window=64, tuning=tuning)
     convert(tmp_path / "hf", tmp_path / out, Options(jobs=1, calibration=recipe))
     return Source(tmp_path / out)
@@ -102,6 +103,7 @@ def test_predictions_come_nearer_and_only_norms_change(
 @pytest.mark.parametrize("arch", EXPERTS)
 def test_experts_pass_gradients_on(arch: str, tmp_path: Path) -> None:
     write_expert_folder(tmp_path / "hf", arch)
+    (tmp_path / "text.txt").write_text(PROSE)
     few = Tuning(tokens=1024, steps=2)
     before, after = tuned(tmp_path, "no", Tuning(0)), tuned(tmp_path, "yes", few)
     norms = [name for name in before.stored if name.endswith("norm.weight")]
@@ -109,3 +111,22 @@ def test_experts_pass_gradients_on(arch: str, tmp_path: Path) -> None:
     for name in norms:
         moved = after.stored[name].rows().float() - before.stored[name].rows().float()
         assert 0 < moved.abs().max() < 0.2, name
+
+
+def test_norms_that_an_earlier_run_tuned_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = Tuning(tokens=1024, steps=2)
+    expected = tuned(tmp_path, "whole", few)
+
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as stop:
+        stop.setattr(convert_module, "_write_metadata", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            tuned(tmp_path, "out", few)
+    monkeypatch.setattr(tuning_module, "Tuner", stopped)  # is not asked for again
+    resumed = tuned(tmp_path, "out", few)
+    for name, stored in expected.stored.items():
+        assert torch.equal(stored.rows().view(torch.uint8), resumed.stored[name].rows().view(torch.uint8)), (
+            name
+        )
