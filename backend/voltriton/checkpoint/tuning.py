@@ -31,12 +31,16 @@ WARM = 0.1  # of the steps: the rate rises
 
 @dataclass(frozen=True)
 class Tuning:
-    """`tokens` seen in all, in so many `steps` of at least BATCH_TOKENS; `rate`: how far a step of Adam moves a weight,
-    in units of the norm's mean magnitude."""
+    """`tokens` seen in all, in `most_steps` of at least BATCH_TOKENS each, or fewer; `reach`: how far all steps of Adam
+    at their full rate would move a weight, in units of the norm's mean magnitude."""
 
     tokens: int = 65536
-    steps: int = 16
-    rate: float = 0.0015
+    most_steps: int = 16
+    reach: float = 0.024
+
+    @property
+    def steps(self) -> int:
+        return max(min(self.most_steps, self.tokens // BATCH_TOKENS), 1)
 
     @property
     def batch(self) -> int:
@@ -45,8 +49,8 @@ class Tuning:
 
     def rate_at(self, step: int) -> float:
         """A linear rise, then half a cosine."""
-        share = min((step + 1) / (WARM * self.steps), 1.0) * (1 + math.cos(math.pi * step / self.steps)) / 2
-        return self.rate * share
+        cosine = (1 + math.cos(math.pi * step / self.steps)) / 2
+        return self.reach / self.steps * min((step + 1) / (WARM * self.steps), 1.0) * cosine
 
 
 def spilled_bytes(how: Tuning, tokens: int, hidden: int, layers: int) -> int:
