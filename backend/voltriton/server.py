@@ -35,6 +35,9 @@ KEY_HEADER = "voltriton-key"
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 # For the end of killed processes; one that is stuck in a driver takes longer, and is not waited for.
 KILL_S = 5.0
+# From the last answer to the end of the server, whose models unload: longer than an engine's stop_timeout_s. A response
+# that leaked in Triton would hold it up for its whole exit timeout.
+STOP_S = 25.0
 # The model that the supervisor asks and repairs; all others of the repository are loaded too.
 ENGINE_MODEL = "vllm"
 
@@ -127,7 +130,7 @@ class Server:
             # Loading, unloading and shared memory are for us alone.
             f"--http-restricted-api={restricted}",
             f"--grpc-restricted-protocol={restricted}",
-            f"--exit-timeout-secs={max(1, round(o.grace_s))}",
+            f"--exit-timeout-secs={round(max(o.grace_s, STOP_S))}",
             # Few cores gain from fewer delivery threads (measured: half of tritonserver's CPU a response).
             "--backend-config=python,thread-pool-size=4",
             f"--backend-config=python,shm-region-prefix-name={region_prefix}",

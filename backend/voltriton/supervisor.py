@@ -30,6 +30,7 @@ from voltriton.errors import StartError
 from voltriton.processes import alive, set_name
 from voltriton.server import (
     ENGINE_MODEL,
+    STOP_S,
     Hanging,
     Options,
     Server,
@@ -41,9 +42,6 @@ from voltriton.triton import Layout, default_root
 
 NAME = "voltriton-serve"
 RESTART_WINDOW_S = 600.0
-# From the last answer to the end of the server; a response that leaked in Triton would hold it up for its whole
-# exit timeout. Longer than an engine's stop_timeout_s.
-STOP_S = 25.0
 MAX_BACKOFF_S = 60.0
 
 

@@ -20,6 +20,7 @@ import pytest
 from kserve import OFFICIAL_INPUTS, FakeServer, Model
 from terminal import Terminal, command
 from voltriton.cli import main as voltriton
+from voltriton_client.commands.status import default_run_dir
 
 
 @pytest.fixture(scope="module")
@@ -338,6 +339,18 @@ def test_status_without_metrics(
     host, port = server.address.rsplit(":", 1)
     assert voltriton(["status", "--run-dir", str(tmp_path), *options]) == 0
     assert words.format(next=f"{host}:{int(port) + 1}") in capsys.readouterr().out
+
+
+def test_status_finds_the_note_of_this_checkouts_server_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from voltriton.triton import default_root
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("VOLTRITON_HOME", raising=False)
+    assert default_run_dir() == default_root() / "run"
+    monkeypatch.setenv("VOLTRITON_HOME", str(tmp_path / "home"))
+    assert default_run_dir() == default_root() / "run" == tmp_path / "home" / "run"
 
 
 def test_status_unwell(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

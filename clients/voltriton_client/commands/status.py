@@ -32,7 +32,14 @@ ENGINE_METRICS = {
     "restarts": ("voltriton:engine_restarts_total",),
     "preemptions": ("vllm:num_preemptions_total", "vllm:num_preemptions"),
 }
-RUN_DIR = Path(".voltriton/run")
+
+
+def default_run_dir() -> Path:
+    """Where `voltriton serve` notes its state by default: in `VOLTRITON_HOME`, this checkout, or this folder."""
+    if home := os.environ.get("VOLTRITON_HOME"):
+        return Path(home, "run")
+    checkout = Path(__file__).resolve().parents[3]
+    return (checkout if (checkout / "pyproject.toml").is_file() else Path.cwd()) / ".voltriton" / "run"
 
 
 @command("status")
@@ -41,7 +48,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--metrics", metavar="HOST:PORT", help="default: the port after gRPC's")
     parser.add_argument(
-        "--run-dir", type=Path, default=RUN_DIR, help="where `voltriton serve` notes its state"
+        "--run-dir",
+        type=Path,
+        default=default_run_dir(),
+        help="where `voltriton serve` notes its state (%(default)s)",
     )
     add_server_options(parser)
     args = parser.parse_args(argv)
