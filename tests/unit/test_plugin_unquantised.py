@@ -29,8 +29,10 @@ def device(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(gates, "current_platform", Cuda())
         monkeypatch.setattr(gates, "capability", lambda: capability)
         monkeypatch.setattr(ops, "why_unavailable", lambda: why_not)
+        unquantised._kernels_load.cache_clear()
 
-    return make
+    yield make
+    unquantised._kernels_load.cache_clear()
 
 
 def test_vllm_asks_on_volta(device):
