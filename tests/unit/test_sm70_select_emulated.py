@@ -90,10 +90,10 @@ def test_largest_of_a_row(library: ctypes.CDLL, kind: str, columns: int, k: int)
 def test_rows_of_any_length(library: ctypes.CDLL) -> None:
     """None, fewer than wanted, as many, more, and more than there are columns; rows lie apart."""
     columns, stride, k = 70, 80, 8
-    x = torch.randn(6, stride, generator=torch.Generator().manual_seed(1))
-    lengths = torch.tensor([0, 1, 8, 9, 70, 2000], dtype=torch.int32)
-    places = torch.full((6, k), 77, dtype=torch.int32)
-    library.call_topk_rows(grid(6), *map(pointer, (x, lengths, places)), columns, stride, k)
+    x = torch.randn(7, stride, generator=torch.Generator().manual_seed(1))
+    lengths = torch.tensor([0, 1, 7, 8, 9, 70, 2000], dtype=torch.int32)
+    places = torch.full((7, k), 77, dtype=torch.int32)
+    library.call_topk_rows(grid(7), *map(pointer, (x, lengths, places)), columns, stride, k)
     for row, length in enumerate(lengths.tolist()):
         assert places[row].tolist() == best_places(x[row, : min(length, columns)], k), length
 
