@@ -63,6 +63,8 @@ def values_a_loop(variant: object) -> tuple[int, float, str]:
         return 1024 * variant.r * variant.d, BYTES_A_WEIGHT, "HFMA2"
     if isinstance(variant, variants.Gemm | variants.MoeGemm):
         return 2048 * variant.nt * variant.d, BYTES_A_WEIGHT, "HMMA"
+    if isinstance(variant, variants.HalfGemv):
+        return 256 * variant.r * variant.d, 2, "FFMA"
     if isinstance(variant, variants.Decode):
         return 2 * 16 * variant.tiles * variant.size, 1 if variant.fp8 else 2, "HMMA"
     return 0, 0, ""
@@ -120,6 +122,8 @@ def shape(variant: object) -> tuple[int, int]:
     """(threads a block, bytes of shared memory) at K = 4096."""
     if isinstance(variant, variants.Gemv | variants.MoeUp):
         return variant.nw * 32, variant.staging(4096)[1]
+    if isinstance(variant, variants.HalfGemv):
+        return variant.nw * 32, variant.shared_bytes(4096)
     if isinstance(variant, variants.MoeDown):
         return 256, variant.launch(768, 8)[1]
     if isinstance(variant, variants.Gemm | variants.MoeGemm):
