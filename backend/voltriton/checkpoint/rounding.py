@@ -30,7 +30,7 @@ class Recipe:
     after the rounding."""
 
     files: list[Path] = field(default_factory=list)
-    tokens: int = 65536
+    tokens: int = 131072
     window: int = 512
     seed: int = 0
     feedback: bool = True

@@ -24,7 +24,7 @@ from voltriton.checkpoint.progress import Meter, meter
 from voltriton.checkpoint.source import Source, Weight
 from voltriton.checkpoint.states import States
 
-LOGIT_ROWS = 512  # tokens whose logits are in memory at a time
+LOGIT_ROWS = 128  # tokens whose logits are in memory at a time
 DECAYS = (0.9, 0.95)  # of Adam's two moments: there are few steps
 WARM = 0.1  # of the steps: the rate rises
 
@@ -194,13 +194,19 @@ class Tuner:
         for index in reversed(range(len(self._model))):
             with self._layer(index) as layer:
                 for i, state in enumerate(inputs.pop()):
-                    state = state.detach().requires_grad_()
-                    with torch.enable_grad():
-                        torch.autograd.backward(self._model.through(layer, index, state), slopes[i])
-                    slopes[i] = _gradient(state)
+                    # A window at a time: what autograd keeps is several times what a forward pass needs.
+                    pairs = zip(torch.split(state.detach(), 1), torch.split(slopes[i], 1), strict=True)
+                    slopes[i] = torch.cat([self._back(layer, index, *pair) for pair in pairs])
                 for name, norm in self._norms[index].items():
                     self._move(norm, layer.get_parameter(name), rate)
             shown.add(2 * layer_bytes)
+
+    def _back(self, layer: nn.Module, index: int, state: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
+        """The loss's gradient before the layer, from that behind it."""
+        state.requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(self._model.through(layer, index, state), slope)
+        return _gradient(state)
 
     @contextmanager
     def _layer(self, index: int) -> Iterator[nn.Module]:
