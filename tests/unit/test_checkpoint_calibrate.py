@@ -233,16 +233,7 @@ def test_experts_are_calibrated(arch: str, tmp_path: Path, monkeypatch: pytest.M
         real(self, *args)
 
     monkeypatch.setattr(Moments, "add", add)
-    few = [
-        "--calib",
-        str(tmp_path / "text.txt"),
-        "--calib-tokens",
-        "4096",
-        "--calib-window",
-        "64",
-        "--tune-tokens",
-        "0",
-    ]
+    few = ["--calib", str(tmp_path / "text.txt"), "--calib-tokens", "4096", "--calib-window", "64"]
     assert main([str(source), str(tmp_path / "ours"), *few]) == 0
     assert main([str(source), str(tmp_path / "plain")]) == 0
     assert len(set(passed)) > 4  # experts see different numbers of tokens
@@ -270,7 +261,7 @@ def calibrated(tmp_path: Path, out: str, *options: str) -> dict[str, torch.Tenso
         chat = {"messages": [{"role": "user", "content": PROSE}, {"role": "assistant", "content": "Yes."}]}
         (tmp_path / "chat.jsonl").write_text(f"{json.dumps(chat)}\n\n{json.dumps({'text': PROSE})}\n")
     texts = ["--calib", str(tmp_path / "text.txt"), "--calib", str(tmp_path / "chat.jsonl")]
-    amount = ["--calib-tokens", "512", "--calib-window", "64", "--jobs", "1", "--tune-tokens", "0"]
+    amount = ["--calib-tokens", "512", "--calib-window", "64", "--jobs", "1"]
     assert main([str(source), str(tmp_path / out), *texts, *amount, *options]) == 0
     return load_file(tmp_path / out / "model.safetensors")
 

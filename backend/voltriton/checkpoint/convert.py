@@ -346,7 +346,7 @@ def _add_calibration(p: argparse.ArgumentParser) -> None:
         type=int,
         default=default.tuning.tokens,
         metavar="N",
-        help="of the text, on which norms are tuned after the rounding; 0: not at all; default %(default)s",
+        help="tune the norms after the rounding, on so many tokens of the text; default %(default)s: not at all",
     )
     p.add_argument(
         "--no-feedback",

@@ -16,7 +16,6 @@ from voltriton.checkpoint.folder import check_free_disk
 from voltriton.checkpoint.progress import step
 from voltriton.checkpoint.rounding import Recipe
 from voltriton.checkpoint.source import nvfp4_rule, quantisation_of, read_config, read_folder
-from voltriton.checkpoint.tuning import Tuning
 
 # Enough for the scale search (docs/quality.md); more costs every first `make demo` its time.
 CALIBRATION_TOKENS = 8192
@@ -137,7 +136,7 @@ def _recipe(places: Places) -> Recipe | None:
     except CheckpointError as error:
         print(f"  without calibration (lower quality), as its text cannot be had: {error}", flush=True)
         return None
-    return Recipe(texts, tokens=CALIBRATION_TOKENS, feedback=False, tuning=Tuning(0))
+    return Recipe(texts, tokens=CALIBRATION_TOKENS, feedback=False)
 
 
 def _remove(folder: Path) -> None:

@@ -2,7 +2,7 @@
 one does.
 
 A step takes some windows through all layers and the gradient of KL(16 bit || quantised) back, one decoder layer at a
-time: in memory is what a layer needs for BATCH_TOKENS tokens. Each layer's inputs are in files, and on the way back the
+time: in memory is what a layer needs for a window. Each layer's inputs are in files, and on the way back the
 layer is run again (gradient checkpointing, arXiv:1604.06174).
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from voltriton.checkpoint.folder import ModelFolder
-from voltriton.checkpoint.layers import BATCH_TOKENS, LayerwiseModel, Streamed, products_dtype
+from voltriton.checkpoint.layers import LayerwiseModel, Streamed, products_dtype
 from voltriton.checkpoint.progress import Meter, meter
 from voltriton.checkpoint.source import Source, Weight
 from voltriton.checkpoint.states import States
@@ -31,32 +31,26 @@ WARM = 0.1  # of the steps: the rate rises
 
 @dataclass(frozen=True)
 class Tuning:
-    """`tokens` seen in all, in `most_steps` of at least BATCH_TOKENS each, or fewer; `reach`: how far all steps of Adam
-    at their full rate would move a weight, in units of the norm's mean magnitude."""
+    """`tokens` seen in all, `batch` of them a step; `rate`: how far a step of Adam moves a weight, in units of the
+    norm's mean magnitude. Half the batch at twice the rate made Qwen2.5-Coder-0.5B worse (docs/quality.md)."""
 
-    tokens: int = 65536
-    most_steps: int = 16
-    reach: float = 0.024
+    tokens: int = 0
+    batch: int = 4096
+    rate: float = 0.0015
 
     @property
     def steps(self) -> int:
-        return max(min(self.most_steps, self.tokens // BATCH_TOKENS), 1)
-
-    @property
-    def batch(self) -> int:
-        """Tokens a step."""
-        return self.tokens // self.steps
+        return -(-self.tokens // self.batch)
 
     def rate_at(self, step: int) -> float:
         """A linear rise, then half a cosine."""
         cosine = (1 + math.cos(math.pi * step / self.steps)) / 2
-        return self.reach / self.steps * min((step + 1) / (WARM * self.steps), 1.0) * cosine
+        return self.rate * min((step + 1) / (WARM * self.steps), 1.0) * cosine
 
 
 def spilled_bytes(how: Tuning, tokens: int, hidden: int, layers: int) -> int:
     """Of disk that a step's states need beside those of a text of so many tokens."""
-    batch = min(max(how.batch, BATCH_TOKENS), tokens)
-    return batch * (layers + 2) * hidden * 4 if how.tokens else 0
+    return min(how.batch, tokens) * (layers + 2) * hidden * 4 if how.tokens else 0
 
 
 def tune_norms(
