@@ -19,6 +19,7 @@ from voltriton.checkpoint import folder as folder_module
 from voltriton.checkpoint.codec import Rule, dequantise, quantise
 from voltriton.checkpoint.convert import main
 from voltriton.checkpoint.scales import max_scales
+from voltriton.cli import main as voltriton
 
 
 def convert(source: Path, out: Path, *options: str) -> dict[str, torch.Tensor]:
@@ -414,3 +415,26 @@ def test_two_writers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     source = write_folder(tmp_path / "in", tiny_weights())
     with folder_module.ModelFolder(tmp_path / "out", [], "other"):
         assert "another process" in refused(capsys, str(source), str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "least"),
+    [
+        ("convert", "--jobs", 0),
+        ("convert", "--calib-tokens", 2),
+        ("convert", "--calib-window", 2),
+        ("convert", "--tune-tokens", 0),
+        ("verify", "--tokens", 2),
+        ("verify", "--window", 2),
+    ],
+)
+def test_numbers_that_are_too_small_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, option: str, least: int
+) -> None:
+    out = tmp_path / "out"
+    words = [str(tmp_path), str(out)] if command == "convert" else [str(tmp_path)]
+    with pytest.raises(SystemExit) as ended:
+        voltriton([command, *words, option, str(least - 1)])
+    assert ended.value.code == 2
+    assert f"argument {option}: got {least - 1}, allowed: {least} or more" in capsys.readouterr().err
+    assert not out.exists()

@@ -18,7 +18,7 @@ import torch
 from voltriton.checkpoint.architectures import Choice, architecture_of, choose
 from voltriton.checkpoint.calibrate import calibrate
 from voltriton.checkpoint.codec import Rule, quantise
-from voltriton.checkpoint.errors import CheckpointError, run_command
+from voltriton.checkpoint.errors import CheckpointError, at_least, run_command
 from voltriton.checkpoint.folder import ModelFolder, check_output
 from voltriton.checkpoint.layout import legacy_config, quantisation_config, tensor_names, tensor_specs
 from voltriton.checkpoint.progress import Meter, meter, step
@@ -317,7 +317,11 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_calibration(p)
     p.add_argument(
-        "--jobs", type=int, default=0, metavar="N", help="tensors in work at a time; default: all cores"
+        "--jobs",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="tensors in work at a time; default: all cores",
     )
     return p
 
@@ -333,17 +337,17 @@ def _add_calibration(p: argparse.ArgumentParser) -> None:
         help="choose scales and rounding on this text (.jsonl of chats or texts, or plain text); may be repeated",
     )
     p.add_argument(
-        "--calib-tokens", type=int, default=default.tokens, metavar="N", help="default %(default)s"
+        "--calib-tokens", type=at_least(2), default=default.tokens, metavar="N", help="default %(default)s"
     )
     p.add_argument(
-        "--calib-window", type=int, default=default.window, metavar="N", help="default %(default)s"
+        "--calib-window", type=at_least(2), default=default.window, metavar="N", help="default %(default)s"
     )
     p.add_argument(
         "--seed", type=int, default=default.seed, help="which parts of the text; default %(default)s"
     )
     p.add_argument(
         "--tune-tokens",
-        type=int,
+        type=at_least(0),
         default=default.tuning.tokens,
         metavar="N",
         help="tune the norms after the rounding, on so many tokens of the text; default %(default)s: not at all",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 
@@ -25,3 +26,15 @@ def run_command(name: str, action: Callable[[], None]) -> int:
         print(f"voltriton {name}: {where}{error.strerror or error}", file=sys.stderr)
         return 1
     return 0
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Of an option: a whole number that is not smaller."""
+
+    def whole(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"got {value}, allowed: {least} or more")
+        return value
+
+    return whole

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from voltriton.checkpoint.comparison import layer_errors, passed, quality
-from voltriton.checkpoint.errors import CheckpointError, run_command
+from voltriton.checkpoint.errors import CheckpointError, at_least, run_command
 from voltriton.checkpoint.inspection import Check, inspect, tensor_parallel
 from voltriton.checkpoint.layers import FAMILIES, empty_model
 from voltriton.checkpoint.progress import step
@@ -127,8 +127,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--text", type=Path, action="append", default=[], metavar="FILE", help="predict this text with both"
     )
-    p.add_argument("--tokens", type=int, default=4096, metavar="N", help="of the text; default %(default)s")
-    p.add_argument("--window", type=int, default=512, metavar="N", help="default %(default)s")
+    p.add_argument(
+        "--tokens", type=at_least(2), default=4096, metavar="N", help="of the text; default %(default)s"
+    )
+    p.add_argument("--window", type=at_least(2), default=512, metavar="N", help="default %(default)s")
     p.add_argument("--seed", type=int, default=1, help="which parts of the text; default %(default)s")
     p.add_argument(
         "--max-increase",
