@@ -6,17 +6,13 @@ does that. Elsewhere, with more rows, and everywhere with `VOLTRITON_UNQUANTISED
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
 
 from voltriton_vllm import gates
-
-logger = init_logger("vllm.voltriton")
 
 NAME = "VOLTRITON_UNQUANTISED"
 
@@ -31,17 +27,9 @@ def gemm() -> Callable[..., torch.Tensor] | None:
         raise ValueError(f"{NAME}: got {wanted!r}, allowed: auto, vllm")
     if wanted == "vllm" or not gates.needs_our_kernels() or gates.mode() == "oracle":
         return None
-    return _multiply if _kernels_load() else None
-
-
-@functools.cache  # lm_head asks at every step
-def _kernels_load() -> bool:
     from voltriton_vllm.sm70 import ops
 
-    reason = ops.why_unavailable()
-    if reason is not None:
-        logger.warning_once("Layers in 16 bits are multiplied by cuBLAS: %s", reason)
-    return reason is None
+    return _multiply if ops.available() else None  # lm_head asks at every step: kept by `available`
 
 
 def _multiply(

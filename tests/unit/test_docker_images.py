@@ -231,15 +231,17 @@ def test_without_a_card_the_sampler_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", ["v100", "cpu", "revolta"])
-def test_model_settings_of_the_images_are_good(name: str, tmp_path: Path) -> None:
+def test_model_settings_of_the_images_are_good(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from voltriton import settings as settings_module
     from voltriton.settings import load
 
+    monkeypatch.setattr(settings_module, "cpu_features", lambda cpuinfo: frozenset())
     shutil.copy(DOCKER / f"model-{name}.json", tmp_path / "model.json")
     settings = load(tmp_path)
     assert settings.engine_args["model"] == "/models/current"
-    # A CPU that multiplies bfloat16 is given it.
-    types = {"v100": ["float16"], "cpu": ["float32", "bfloat16"], "revolta": ["float16"]}[name]
-    assert settings.engine_args["dtype"] in types
+    assert settings.engine_args["dtype"] == {"v100": "float16", "cpu": "float32", "revolta": "float16"}[name]
 
 
 def test_revolta_is_a_variant_of_the_same_services() -> None:

@@ -28,11 +28,11 @@ def device(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(utils, "current_platform", Cuda())
         monkeypatch.setattr(gates, "current_platform", Cuda())
         monkeypatch.setattr(gates, "capability", lambda: capability)
-        monkeypatch.setattr(ops, "why_unavailable", lambda: why_not)
-        unquantised._kernels_load.cache_clear()
+        monkeypatch.setattr(ops, "why_unavailable", lambda device=None: why_not)
+        ops.available.cache_clear()
 
     yield make
-    unquantised._kernels_load.cache_clear()
+    ops.available.cache_clear()
 
 
 def test_vllm_asks_on_volta(device):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from voltriton import settings as settings_module
 from voltriton.errors import InvalidArgument
 from voltriton.settings import PROFILES, Settings, load, load_profile, parse_settings
 
@@ -22,12 +23,13 @@ def test_official_model_json_is_taken_as_it_is(tmp_path: Path) -> None:
     assert (model.engine_args, model.settings, model.env) == (given, Settings(), {})
 
 
-def test_model_json_goes_before_the_profile(tmp_path: Path) -> None:
+def test_model_json_goes_before_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_module, "cpu_features", lambda cpuinfo: frozenset())
     model = load(
         write(tmp_path, {"model": "m", "max_num_seqs": 3, "voltriton": {"profile": "cpu", "env": {"A": "b"}}})
     )
     assert model.engine_args["max_num_seqs"] == 3
-    assert model.engine_args["max_model_len"] == 2048
+    assert model.engine_args["dtype"] == "float32"
     assert (model.env["A"], model.env["HF_HUB_OFFLINE"]) == ("b", "1")
 
 

@@ -36,7 +36,8 @@ def calibrate(
     input_scale: bool,
     threads: int,
 ) -> None:
-    """Write the quantised tensors of all `groups` (module names by fused layer), layer after layer, then the norms."""
+    """Write the quantised tensors of all `groups` (module names by fused layer), layer after layer; then the norms, if
+    the recipe tunes them."""
     check_family(source)
     tokenizer = load_tokenizer(source.path)
     text = windows(tokenizer, recipe.files, recipe.tokens, recipe.window, recipe.seed)
